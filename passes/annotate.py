@@ -183,12 +183,12 @@ def each(change: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[Prog
 
 
 @declare(requires=("plain parts", "one grad mode"), ensures=("experts by themselves",))
-def compute_experts(known: Programs) -> Programs:
+def compute_experts(programs: Programs) -> Programs:
     """Has experts computed one at a time from quantised ones, by products that are trusted."""
-    if known.trusts is None:
-        return known
-    programs = {name: by_expert(program, known.trusts) for name, program in known.programs.items()}
-    return replace(known, programs=programs)
+    if programs.trusts is None:
+        return programs
+    by_name = {name: by_expert(program, programs.trusts) for name, program in programs.programs.items()}
+    return replace(programs, programs=by_name)
 
 
 @declare(requires=("plain parts",), ensures=("own constants",))
@@ -276,7 +276,7 @@ PASSES: tuple[Callable[[Programs], Programs], ...] = (
 
 def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]]:
     """The FQN and name of each part, by its tensor's name. Raises PassError if methods differ in them."""
-    known: dict[str, tuple[str, str]] = {}
+    part_of: dict[str, tuple[str, str]] = {}
     names: dict[str, set[str]] = {}
     for program in programs.values():
         parts_of_weight: dict[str, set[str]] = {}
@@ -288,5 +288,5 @@ def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]
                     f"weight {fqn!r} has the parts {sorted(names[fqn])} in one method and {sorted(parts)} in "
                     "another: export the methods from one model"
                 )
-        known |= parts_of(program)
-    return known
+        part_of |= parts_of(program)
+    return part_of

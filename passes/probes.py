@@ -35,7 +35,20 @@ _Result = TypeVar("_Result")
 
 
 class Probes(Protocol):
-    """What the operators in a graph with probes call: a streamer, or your own object."""
+    """What the operators in a graph with probes call: a streamer, or your own object.
+
+    Example:
+        >>> class Printed:
+        ...     def acquire(self, graph, step): print("step", step)
+        ...     def release(self, graph, step): pass
+        >>> graph = penstock.insert_probes(exported.graph_module, penstock.annotate(exported))
+        >>> with penstock.streaming(Printed()):
+        ...     output = graph(*exported.state_dict.values(), x)
+        step 0
+        step 1
+        step 2
+        step 3
+    """
 
     def acquire(self, graph: int, step: int) -> None:
         """Return once the weights that step number `step` of method number `graph` reads are in place."""

@@ -293,10 +293,8 @@ def _compile(
 ) -> inductor.Compiled:
     programs = annotated.programs if values is None else with_small_values(annotated, values)
     below = "64KiB" if resident_below is None else resident_below
-    smallest = parse_size(below, name="resident_below") if below else 0
-    return inductor.lower(
-        annotated.payload, programs, options=options, resident_below=smallest, by_units=True
-    )
+    nbytes = parse_size(below, name="resident_below") if below else 0
+    return inductor.lower(annotated.payload, programs, options=options, resident_below=nbytes, by_units=True)
 
 
 def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
@@ -310,11 +308,6 @@ def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: 
             "or write safetensors with `penstock convert`"
         )
     return checkpoint
-
-
-def _is_whole(storage: Storage) -> bool:
-    """Tells whether extents have every byte of a storage, and it has some."""
-    return 0 < storage.nbytes == sum(extent.nbytes for extent in storage.extents)
 
 
 class _Writer:
@@ -344,7 +337,9 @@ class _Writer:
 
     def write_weights(self, folder: Path) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
-        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and _is_whole(storage)]
+        in_files = [sum(extent.nbytes for extent in storage.extents) for storage in self._storages]
+        whole = [s for s, nbytes in enumerate(in_files) if 0 < nbytes == self._storages[s].nbytes]
+        in_place = whole if self._in_place else []
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
         packed = [s for s in packed if self._storages[s].nbytes and self._storages[s].kind != "produced"]
         storages = list(self._storages)
@@ -376,11 +371,8 @@ class _Writer:
         total = sum(storages[s].nbytes for s in chosen)
         report = count_bytes(self._progress, "hashing weights in place", total)
         for s in chosen:
-            digest, phase = (
-                hash_storage(storages[s], files, folder, progress=report),
-                self._phase(storages[s]),
-            )
-            storages[s] = replace(storages[s], sha256=digest, phase=phase)
+            digest = hash_storage(storages[s], files, folder, progress=report)
+            storages[s] = replace(storages[s], sha256=digest, phase=self._phase(storages[s]))
 
     def _entry(self, s: int) -> PackEntry:
         storage = self._storages[s]

@@ -33,8 +33,7 @@ from typing import Literal
 from penstock._version import __version__
 from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.runtime.files.safetensors_file import close_read, reading
-from penstock.runtime.system.atomic import remove_folder
-from penstock.runtime.system.ownership import can_others_write, make_private
+from penstock.runtime.system.atomic import can_others_write, make_private, remove_folder
 from penstock.schedule.atomic_file import (
     is_unfinished,
     remove_stale,
@@ -302,28 +301,22 @@ def prune(
     use stay. A dry run removes nothing, and returns what would be removed. Raises SourceError if the system
     refuses to remove a file.
     """
-    with reading(folder):
-        return _prune(folder, before, most, only, dry_run=dry_run)
-
-
-def _prune(
-    folder: Path, before: float, most: float, only: Container[Path] | None = None, *, dry_run: bool
-) -> Pruned:
-    entries = list_entries(folder)
-    left = sum(listed.nbytes for listed in entries)
     removed: list[Entry] = []
     in_use: list[Entry] = []
-    for listed in sorted(entries, key=lambda listed: listed.kind != "leftover"):
-        if only is not None and listed.path not in only:
-            continue
-        beyond = left > most and listed.kind != "rates"
-        if not (listed.kind == "leftover" or listed.used < before or beyond):
-            continue
-        if _remove(listed, dry_run=dry_run):
-            removed.append(listed)
-            left -= listed.nbytes
-        else:
-            in_use.append(listed)
+    with reading(folder):
+        entries = list_entries(folder)
+        left = sum(listed.nbytes for listed in entries)
+        for listed in sorted(entries, key=lambda listed: listed.kind != "leftover"):
+            if only is not None and listed.path not in only:
+                continue
+            beyond = left > most and listed.kind != "rates"
+            if not (listed.kind == "leftover" or listed.used < before or beyond):
+                continue
+            if _remove(listed, dry_run=dry_run):
+                removed.append(listed)
+                left -= listed.nbytes
+            else:
+                in_use.append(listed)
     return Pruned(tuple(removed), tuple(in_use), left)
 
 
@@ -490,12 +483,12 @@ def remembered_plan(
     pool = problem.pool and replace(problem.pool, expected_ns=(), worst_ns=())
     asked = repr((digest, methods, request, problem.arena, pool, problem.hardware.name, __version__))
     path = user_cache() / PLANS / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
-    known, nearness = _read_plan(path, payload, budget)
-    if known is not None and (known.hardware, known.traces) == (problem.hardware, problem.traces):
+    earlier, nearness = _read_plan(path, payload, budget)
+    if earlier is not None and (earlier.hardware, earlier.traces) == (problem.hardware, problem.traces):
         with suppress(OSError):
             os.utime(path)
-        return known
-    plan = with_figures(known, problem, NEARNESS * nearness) if known else None
+        return earlier
+    plan = with_figures(earlier, problem, NEARNESS * nearness) if earlier else None
     if plan is None:
         plan = make()
         nearness = plan.predicted_ns / plan.lower_bound_ns if plan.lower_bound_ns else 0.0

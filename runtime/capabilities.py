@@ -197,12 +197,10 @@ def candidates(program: Program, activations: str) -> Sequence[Program]:
     if activations == AUTO:
         return [*variants.values()] or [program]
     if activations not in variants:
-        allowed = ", ".join(map(repr, (AUTO, *variants)))
-        raise PlanError(
-            f"activations={activations!r} is not in this program: choose from {allowed}"
-            if variants
-            else f"activations={activations!r} is for programs that compile_training made: leave it out"
-        )
+        problem = "is for programs that compile_training made: leave it out"
+        if variants:
+            problem = f"is not in this program: choose from {', '.join(map(repr, (AUTO, *variants)))}"
+        raise PlanError(f"activations={activations!r} {problem}")
     return [variants[activations]]
 
 

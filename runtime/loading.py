@@ -65,11 +65,11 @@ def load_module(
     payload = program.payload
     # The code first: no byte of a weight is read for a program that does not fit, or that needs trust.
     check_compiled_for(payload, device.name if device else options.device)
-    code: compiled.LoadedPackage | eager.LoweredProgram = (
-        compiled.load(program.path, payload, trust=program.trust, index=index_of(options.device))
-        if payload.lowering == "inductor"
-        else program.lowered
-    )
+    code: compiled.LoadedPackage | eager.LoweredProgram
+    if payload.lowering == "inductor":
+        code = compiled.load(program.path, payload, trust=program.trust, index=index_of(options.device))
+    else:
+        code = program.lowered
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(payload, plan, options, program.beside_bytes, program.activation_bytes)
     if device is None:
@@ -129,7 +129,7 @@ def load_weights(
         if any(storage.kind == "produced" for storage in storages):
             storages = with_places(storages, plan, len(payload.files))
             if spills(plan):
-                source.add_spill(open_spill_file(options.spill, storages, plan))
+                source.add_spill(open_spill_file(options.spill, storages))
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         at_once = options.check_reads or options.poison
@@ -140,9 +140,8 @@ def load_weights(
         elif plan.arena_bytes:
             memory = open_arena(plan, storages, source, debug=options.check_reads, poison=options.poison)
             opened.callback(memory.close)
-            streamer = ArenaStreamer(
-                plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
-            )
+            how_many = options.readers
+            streamer = ArenaStreamer(plan, payload.storages, memory, readers=how_many, drop_at_once=at_once)
             opened.callback(streamer.close)
         if pooled := _open_pool(plan, payload, source, streamer, debug=options.check_reads):
             opened.callback(pooled.close)
@@ -154,15 +153,13 @@ def load_weights(
         places = payload.storages, plan.arena.layout, fixed.buffers, memory
         tensors = {weight.fqn: view_of(weight.parts[0], *places) for weight in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
-        away = pooled and pooled.close
-        closers = tuple(end for end in (team and team.wake, away, fixed.close, free, source.close) if end)
+        ends = (team and team.wake, pooled and pooled.close, fixed.close, free, source.close)
+        closers = tuple(end for end in ends if end)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
-        resources=Resources(
-            streamer, closers, lambda: fixed.in_reader or (pooled is not None and pooled.in_reader)
-        ),
+        resources=Resources(streamer, closers, lambda: fixed.in_reader or bool(pooled and pooled.in_reader)),
         usage=partial(memory_use, plan, memory, fixed.nbytes, options.readers, pooled),
         wait=fixed.wait,
         team=team,
@@ -225,9 +222,8 @@ def _eager_methods(
         for way in WAYS if device.type == "cpu" else ():
             way.check(trace)
         rewrite = partial(weights.pooled.rewrite, trace=trace) if weights.pooled else None
-        instantiate = partial(
-            eager.instantiate, lowered, weights.tensors, method, device=device, rewrite=rewrite
-        )
+        facts = (lowered, weights.tensors, method)
+        instantiate = partial(eager.instantiate, *facts, device=device, rewrite=rewrite)
         probed = weights.probed(method.graph)
         everywhere = partial(instantiate, range(len(trace.steps)))
         return LoadedMethod(trace, probed, instantiate(probed), everywhere)

@@ -70,6 +70,10 @@ class MemorySplit:
         reserved: Bytes that the caller needs.
         others: Bytes that other processes use.
         trained: Bytes of trained parameters, their gradients and two moments of AdamW.
+
+    Example:
+        >>> print(program.split_memory("1GB"))  # doctest: +ELLIPSIS
+        of ... device memory: ... for weights
     """
 
     total: int
@@ -271,12 +275,7 @@ class HostUse:
         return self._said(parts, address, largest, floor(arena), arena)
 
     def _said(
-        self,
-        parts: Mapping[str, int],
-        limit: Limit,
-        largest: int,
-        least: int,
-        arena: str | None = None,
+        self, parts: Mapping[str, int], limit: Limit, largest: int, least: int, arena: str | None = None
     ) -> str:
         listed = ", ".join(f"{format_size(nbytes)} for {name}" for name, nbytes in parts.items() if nbytes)
         needs = (
@@ -300,12 +299,7 @@ def maps_files(plan: Plan) -> bool:
 
 
 def check_room(
-    plan: Plan,
-    payload: Payload,
-    floor: Callable[[str | None], int],
-    *,
-    device: str = "cpu",
-    beside: int = 0,
+    plan: Plan, payload: Payload, floor: Callable[[str | None], int], *, device: str = "cpu", beside: int = 0
 ) -> bool:
     """Raise BudgetError, before a byte is read, for a plan that the limits of this process leave no room for.
 

@@ -77,6 +77,11 @@ class StreamedModule(Part):
 
     Attributes:
         plan: The plan that it runs.
+
+    Example:
+        >>> with program.load("50%") as module, torch.no_grad():
+        ...     torch.equal(module(x), model(x)), module.stats.passes
+        (True, 1)
     """
 
     def __init__(
@@ -128,6 +133,11 @@ class StreamedModule(Part):
         Args:
             method: The name.
             args, kwargs: As for `forward`, which raises the same.
+
+        Example:
+            >>> with program.load("50%") as module:
+            ...     module.call("forward", x).shape
+            torch.Size([2, 64])
         """
         leaves = _checked(self._method(method).program, args, kwargs)
         with without_grad():
@@ -135,7 +145,15 @@ class StreamedModule(Part):
 
     @outside_dynamo
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
-        """Run `method` on `leaves` that its program has checked, whatever autograd may want of them."""
+        """Run a method on inputs that its program has checked, whatever autograd may want of them.
+
+        Args:
+            method: The name.
+            leaves: The inputs in pytree order.
+
+        Raises:
+            StreamError, SourceError: As for `forward`.
+        """
         loaded = self._method(method)
         with self._call_gate():
             calls, graph = self._calls.get(method), loaded.trace.graph
@@ -239,7 +257,18 @@ class StreamedModule(Part):
         return self._weights.pooled.open_recorder()
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and the keyword arguments of `method` from `leaves`, in pytree order."""
+        """Return the positional and the keyword arguments of a method.
+
+        Args:
+            leaves: The inputs in pytree order.
+            method: The name of the method.
+
+        Example:
+            >>> with program.load("50%") as module:
+            ...     args, kwargs = module.arguments([x], "forward")
+            >>> len(args), kwargs
+            (1, {})
+        """
         return self._method(method).program.convention.unflatten(leaves)
 
     def _method(self, name: str) -> LoadedMethod:

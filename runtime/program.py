@@ -106,6 +106,11 @@ class Program:
         trust: Whether the artifact may run code.
         digest: The sha256 of `payload.json`, which has the hashes of all code and weights; empty for facts
             that are not those on the disk.
+
+    Example:
+        >>> program = penstock.open("mlp.penstock")
+        >>> program.weight_bytes, program.floor_bytes < program.weight_bytes
+        (66560, True)
     """
 
     def __init__(
@@ -196,7 +201,12 @@ class Program:
         return self.payload.read_graph()
 
     def arenas(self) -> tuple[str, ...]:
-        """Return the kinds of arena that this system and these weight files allow, the preferred first."""
+        """Return the kinds of arena that this system and these weight files allow, the preferred first.
+
+        Example:
+            >>> "contiguous" in program.arenas()
+            True
+        """
         return tuple(cpu_arenas(self.payload))
 
     @outside_dynamo
@@ -305,6 +315,13 @@ class Program:
 
         Returns:
             The program with the plans (`payload.plans`).
+
+        Raises:
+            SourceError: The artifact cannot be written.
+
+        Example:
+            >>> len(penstock.open("mlp.penstock").write_ladder().payload.plans) > 1
+            True
         """
         replace_payload(self.path, replace(self._stored, plans=find_ladder(self.path, self._stored)))
         return open(self.path, trust=self.trust)

@@ -52,8 +52,7 @@ CEILINGS: Mapping[Kind, int] = {
     "an index": 100_000_000,  # it names the tensors of the headers
     "a configuration": 16 * MIB,  # the names of 20,000 classes take 1 MB
     "a file of a tokenizer": 256 * MIB,  # 35 MB for 260,000 tokens
-    "an exported call": 256
-    * MIB,  # a method's code, and values that no checkpoint has; no larger one is kept
+    "an exported call": 256 * MIB,  # a method's code, and values that no checkpoint has
     "a record of the cache": 64 << 10,  # one name
     "times of weight files": 16 * MIB,  # about 200 bytes for each file
     "a list of measurements": 4 * MIB,  # about 400 bytes for each figure of the last week
@@ -137,17 +136,17 @@ def open_zip(file: IO[bytes], path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def read_member(archive: zipfile.ZipFile, name: str, kind: Kind) -> bytes:
-    """Return the bytes of a member of a zip.
+    """Return the bytes of the member of a zip that is called `name`.
 
-    Raises SourceError for one that is compressed, that is there twice, or that has more bytes than its kind
-    may have, and KeyError where there is none.
+    Raises KeyError if no member has the name, SourceError if two have it or the member is compressed, and
+    what `refuse_larger` raises if the member is larger than its kind.
     """
     member = archive.getinfo(name)
     if member.compress_type != zipfile.ZIP_STORED or archive.namelist().count(name) != 1:
         raise SourceError(f"{name} is compressed, or there twice: compile again")
     refuse_larger(name, member.file_size, kind)
     with archive.open(member) as file:
-        return file.read(CEILINGS[kind] + 1)  # to the end, where its checksum is compared
+        return file.read(CEILINGS[kind] + 1)  # zipfile compares the checksum where the member ends
 
 
 def refuse_larger(name: object, nbytes: int, kind: Kind) -> None:

@@ -65,7 +65,7 @@ def with_host(plan: _P, nbytes: int) -> _P:
 
 def copied_ranges(plan: Decisions) -> tuple[Range, ...]:
     """The ranges that are ever copied: in a steady pass, or when the boundary is loaded."""
-    transfers = [r for schedule in plan.schedules for r in _ranges(schedule)]
+    transfers = [Range(t.start, t.stop) for schedule in plan.schedules for t in schedule.transfers]
     boundaries = [piece for schedule in plan.schedules for piece in plan.boundary_of(schedule)]
     return merged(transfers + subtract(boundaries, merged(plan.resident)), _breaks(plan))
 
@@ -152,7 +152,3 @@ def _parts(transfer: Transfer, piece: int, spilled: Sequence[Range]) -> Iterator
         return
     for start in range(transfer.start, transfer.stop, piece):
         yield replace(transfer, start=start, stop=min(start + piece, transfer.stop))
-
-
-def _ranges(schedule: Schedule) -> Iterator[Range]:
-    return (Range(t.start, t.stop) for t in schedule.transfers)

@@ -54,7 +54,13 @@ class Plan(Decisions):
         return f"{resident}{total} resident{units}, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
-        """Return the plan as JSON, which docs/payload.md specifies."""
+        """Return the plan as JSON, which docs/payload.md specifies.
+
+        Example:
+            >>> import json
+            >>> json.loads(plan.to_json())["budget"]
+            33280
+        """
         return encode(self).decode()
 
     def save_report(self, path: str | PathLike[str], *, force: bool = False) -> None:
@@ -133,10 +139,7 @@ def ladder(make: Callable[[int], Plan], lowest: int, highest: int) -> tuple[Plan
     plans: list[Plan] = []
     for budget in budgets(lowest, highest):
         plan = make(budget)
-        if not plans or _gains(plan, plans[-1]):
+        lower = plans[-1] if plans else None
+        if not lower or plan.streamed_bytes < lower.streamed_bytes or plan.predicted_ns < lower.predicted_ns:
             plans.append(plan)
     return tuple(plans)
-
-
-def _gains(plan: Plan, lower: Plan) -> bool:
-    return plan.streamed_bytes < lower.streamed_bytes or plan.predicted_ns < lower.predicted_ns

@@ -17,7 +17,7 @@ from penstock.schedule.bound.gaps import needed_bytes
 from penstock.schedule.bound.relaxation import Relaxation, Tier, pass_ns, relax, tier_of, usable_bytes
 from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Pool, Schedule, Trace
+from penstock.schedule.facts.model import Pool, Schedule, Step, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine, facts_faults
@@ -89,22 +89,15 @@ def floor(demand: Demand) -> Floor:
 def _floor(pieces: Pieces) -> Floor:
     demand, outside, most = pieces.demand, pieces.demand.outside_bytes, pieces.demand.streamed_bytes
     weighed = pieces.runs if demand.arena.kind == "paged" else pieces.copied
-    steps = [
-        (nbytes, step)
-        for number, trace in enumerate(demand.traces)
-        for nbytes, step in zip(
-            needed_bytes(weighed, len(trace.steps), number=number), trace.steps, strict=True
-        )
-    ]
+    steps: list[tuple[int, Step]] = []
+    for number, trace in enumerate(demand.traces):
+        steps += zip(needed_bytes(weighed, len(trace.steps), number=number), trace.steps, strict=True)
     if not steps:
         return Floor(outside, "", ())
     lower, step = max(steps, key=lambda needed: needed[0])
     upper = max(lower, tight(pieces.blocks).nbytes) if demand.arena.kind == "contiguous" else lower
-    reads = tuple(
-        s
-        for s in (*step.reads, *step.writes)
-        if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0
-    )
+    uses = (s for s in (*step.reads, *step.writes) if demand.arena.layout[s] >= 0)
+    reads = tuple(s for s in uses if demand.storages[s].nbytes > 0)
     return Floor(outside + min(upper, most), step.name, reads)
 
 
@@ -240,7 +233,6 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
 
 
 def _draft_of(plan: Plan) -> Draft:
-    """The decisions of a plan."""
     streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
     boundaries = tuple(schedule.boundary for schedule in plan.schedules if schedule.boundary is not None)
     return Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
@@ -283,11 +275,11 @@ def _bounds_within(problem: Problem, budget: int) -> list[int | None]:
 
 
 def _fastest(
-    problem: Problem, pieces: Pieces, cap: int, effort: float, known: Sequence[int | None] = ()
+    problem: Problem, pieces: Pieces, cap: int, effort: float, others_bounds: Sequence[int | None] = ()
 ) -> tuple[Draft, tuple[Schedule, ...]]:
     """The fastest draft for `cap` bytes of arena, or for a lower rung whose plan may still be faster.
 
-    `known` are bounds of another arrangement: the lower ones hold for both.
+    `others_bounds` are bounds of another arrangement: the lower ones hold for both.
     """
     search = contiguous.search if problem.arena.kind == "contiguous" else paged.search
     best: tuple[Draft, tuple[Schedule, ...]] | None = None
@@ -310,7 +302,7 @@ def _fastest(
         if best is None or _total_ns(tried[1]) < _total_ns(best[1]):
             best = tried
     assert best is not None
-    bounds = _lower(bounds, known) if known else bounds
+    bounds = _lower(bounds, others_bounds) if others_bounds else bounds
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
     )
@@ -330,9 +322,9 @@ def _climbed(problem: Problem, pieces: Pieces, draft: Draft, cap: int, enough: f
     return climb(problem, pieces.blocks, draft, cap, going(2), seed=1)
 
 
-def _lower(bounds: Sequence[int | None], known: Sequence[int | None]) -> list[int | None]:
+def _lower(first: Sequence[int | None], second: Sequence[int | None]) -> list[int | None]:
     """The bounds that hold for either of two arrangements; None where one has none."""
-    return [min(pair, key=lambda ns: ns or 0) for pair in zip(bounds, known, strict=True)]
+    return [min(pair, key=lambda ns: ns or 0) for pair in zip(first, second, strict=True)]
 
 
 def _improved(
@@ -342,17 +334,17 @@ def _improved(
     bounds: Sequence[int | None],
 ) -> tuple[tuple[Draft, tuple[Schedule, ...]], Sequence[int | None]]:
     """The bounds raised where the plan is not at them, and a faster plan if a shorter search finds one."""
-    problem, total, known = task.problem, _total_ns(best[1]), [ns for ns in bounds if ns is not None]
-    if task.effort < 1 or len(known) < len(bounds) or total <= sum(known) * _AT_BOUND:
+    problem, total, solved = task.problem, _total_ns(best[1]), [ns for ns in bounds if ns is not None]
+    if task.effort < 1 or len(solved) < len(bounds) or total <= sum(solved) * _AT_BOUND:
         return best, bounds
     strong = _relaxed(problem, task.pieces, task.cap, strong=True)
-    known = [max(ns, relaxed.bound_ns if relaxed else 0) for ns, relaxed in zip(known, strong, strict=True)]
-    if problem.arena.kind == "contiguous" or total <= sum(known) * _NEAR:
-        return best, known
+    raised = [max(ns, relaxed.bound_ns if relaxed else 0) for ns, relaxed in zip(solved, strong, strict=True)]
+    if problem.arena.kind == "contiguous" or total <= sum(raised) * _NEAR:
+        return best, raised
     draft, late = search(replace(task, relaxed=strong, effort=_AGAIN)), _late(problem)
     if sum(draft.periods_ns(late)) <= _CARE * sum(best[0].periods_ns(late)):
-        best = min(best, (draft, _timed(problem, draft, known)), key=lambda drafted: _total_ns(drafted[1]))
-    return best, known
+        best = min(best, (draft, _timed(problem, draft, raised)), key=lambda drafted: _total_ns(drafted[1]))
+    return best, raised
 
 
 def _careful(search: Callable[[Task], Draft], task: Task) -> Draft:

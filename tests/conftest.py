@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import warnings
 
 import pytest
 from hypothesis import settings
@@ -32,9 +33,7 @@ def own_cache(tmp_path_factory):
     """What penstock remembers of a machine stays out of the user's folders, in child processes too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv(
-            "PENSTOCK_ANNOUNCE_AFTER", "inf"
-        )  # what is printed does not depend on the machine's speed
+        patch.setenv("PENSTOCK_ANNOUNCE_AFTER", "inf")  # whatever the machine's speed, nothing is printed
         if _INDUCTORS_OWN:
             base = tmp_path_factory.getbasetemp()
             base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
@@ -50,6 +49,19 @@ def kept_code():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpp_builder, "run_compile_cmd", keeping(cpp_builder.run_compile_cmd))
         yield
+
+
+@pytest.fixture
+def quiet():
+    """Dynamo starts anew; what torch says of its own tracers is no warning of a test."""
+    import torch
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
+        torch._dynamo.reset()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -484,6 +484,12 @@ class Deferred:
     Attributes:
         module: The module; its tensors have shapes only, until they are materialised.
         allocated: The bytes, and the line of code, of each large tensor that the constructor really made.
+
+    Example:
+        >>> deferred = penstock.deferred_init(lambda: torch.nn.Linear(64, 64))
+        >>> rows = deferred.materialize_slice("weight", slice(0, 8))
+        >>> torch.equal(rows, deferred.materialize().weight[:8])
+        True
     """
 
     def __init__(self, module: nn.Module, recording: Recording) -> None:
@@ -545,11 +551,19 @@ class Deferred:
         return (self.values(tensor)[rows] if run is None else run[::step]).clone()
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the values of `tensor` of the module, which stays as it is."""
+        """Return a tensor with the values of one of the module, which stays as it is.
+
+        Args:
+            tensor: A parameter or buffer of the module.
+        """
         return self._recording.values(tensor)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the constructor made `tensor`."""
+        """Tell whether the constructor made a tensor.
+
+        Args:
+            tensor: A parameter or buffer of the module, or another tensor.
+        """
         return self._recording.has(tensor)
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:

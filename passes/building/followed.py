@@ -197,16 +197,16 @@ def _refuse_state(
         raise refusal
 
 
-def _stand_in(fake: FakeTensor, known: dict[int, _Pair], mode: FakeTensorMode | None) -> torch.Tensor:
+def _stand_in(fake: FakeTensor, pairs: dict[int, _Pair], mode: FakeTensorMode | None) -> torch.Tensor:
     """A tensor of zeros that is like a fake one, or a fake one of a mode; the same one for the same one."""
-    if id(fake) not in known:
+    if id(fake) not in pairs:
         sizes = [*fake.shape, *fake.stride()]
         if not all(type(size) is int for size in sizes):
             raise PassError("its size depends on that of an input")
         with mode or nullcontext():
             stand_in = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-            known[id(fake)] = fake, stand_in.zero_()
-    return known[id(fake)][1]
+            pairs[id(fake)] = fake, stand_in.zero_()
+    return pairs[id(fake)][1]
 
 
 def _read(exported: ExportedProgram, value: torch.Tensor) -> fx.Node | None:
@@ -245,13 +245,8 @@ def _layout(value: Any) -> object:
     """Where a fake tensor lies; equal for no other one, and for nothing that is none."""
     if not isinstance(value, FakeTensor):
         return value if value is None else object()
-    return (
-        value.untyped_storage()._cdata,
-        value.storage_offset(),
-        [*value.shape],
-        [*value.stride()],
-        value.dtype,
-    )
+    place = (value.untyped_storage()._cdata, value.storage_offset())
+    return (*place, [*value.shape], [*value.stride()], value.dtype)
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -283,18 +278,18 @@ def _is_written_again(change: Change) -> bool:
     )
 
 
-def _text(exported: ExportedProgram, known: Mapping[fx.Node, int]) -> list[str]:
-    """What a program computes, with numbers for values that are `known`; equal only for equal programs."""
+def _text(exported: ExportedProgram, numbers: Mapping[fx.Node, int]) -> list[str]:
+    """What a program computes, with numbers for values that are `numbers`; equal only for equal programs."""
     graph = exported.graph
     signature = exported.graph_signature
     targets = {spec.arg.name: _input(exported, spec) for spec in signature.input_specs}
     roots = [graph.output_node(), *filter(writes, graph.nodes)]
-    used = needed(roots, lambda node: node not in known)
-    names: dict[fx.Node, str] = {node: f"<known {number}>" for node, number in known.items()}
+    used = needed(roots, lambda node: node not in numbers)
+    names: dict[fx.Node, str] = {node: f"<known {number}>" for node, number in numbers.items()}
     lines: list[str] = []
     users = [node for node in placeholders_of(graph) if targets[node.name] == ""]
     for node in graph.nodes:
-        if node in known or node not in used:
+        if node in numbers or node not in used:
             continue
         if node.op == "placeholder":
             names[node] = f"<input {users.index(node)}>" if node in users else targets[node.name]
@@ -302,9 +297,8 @@ def _text(exported: ExportedProgram, known: Mapping[fx.Node, int]) -> list[str]:
         names[node] = f"<{len(lines)}>"
         if node.op == "get_attr":
             body = getattr(graph.owning_module, str(node.target))
-            lines.append(
-                "".join(module.code for module in body.modules() if isinstance(module, fx.GraphModule))
-            )
+            graph_modules = (module for module in body.modules() if isinstance(module, fx.GraphModule))
+            lines.append("".join(module.code for module in graph_modules))
         else:
             args = fx.map_arg((node.args, dict(node.kwargs)), names.__getitem__)
             lines.append(f"{node.op} {'' if node.op == 'output' else node.target} {args}")
@@ -317,7 +311,6 @@ def _input(exported: ExportedProgram, spec: Any) -> str:
         return ""
     if spec.kind is InputKind.CONSTANT_TENSOR:
         value = exported.constants[spec.target]
-        return (
-            f"<constant {value.dtype} {[*value.shape]} {value.tolist() if has_values(value) else id(value)}>"
-        )
+        content = value.tolist() if has_values(value) else id(value)
+        return f"<constant {value.dtype} {[*value.shape]} {content}>"
     return f"<weight {spec.target}>"

@@ -105,13 +105,8 @@ def of_class(kind: type) -> Holder:
     """Return the holder of the attributes of a class that are no methods."""
 
     def read() -> Contents:
-        return {
-            name: value
-            for name, value in list(vars(kind).items())
-            if not (
-                name.startswith(("__", "_abc")) or hasattr(value, "__get__") or isinstance(value, DEFINITIONS)
-            )
-        }
+        values = [(k, v) for k, v in vars(kind).items() if not k.startswith(("__", "_abc"))]
+        return {k: v for k, v in values if not hasattr(v, "__get__") and not isinstance(v, DEFINITIONS)}
 
     def write(was: Contents) -> None:
         for name in read().keys() - was.keys():
@@ -122,18 +117,17 @@ def of_class(kind: type) -> Holder:
     return Holder(partial(join, kind.__qualname__), read, write)
 
 
-def of_names(module: str, known: dict[str, Any], names: Collection[str]) -> Holder:
+def of_names(module: str, definitions: dict[str, Any], names: Collection[str]) -> Holder:
     """Return the holder of global names of a module that are no definitions."""
 
     def read() -> Contents:
-        return {
-            name: known[name] for name in names if name in known and not isinstance(known[name], DEFINITIONS)
-        }
+        values = ((name, definitions[name]) for name in names if name in definitions)
+        return {name: value for name, value in values if not isinstance(value, DEFINITIONS)}
 
     def write(was: Contents) -> None:
         for name in read().keys() - was.keys():
-            del known[name]
-        known.update(was)
+            del definitions[name]
+        definitions.update(was)
 
     return Holder(partial(join, module), read, write)
 

@@ -91,12 +91,12 @@ def _type_hints_once() -> Iterator[None]:
     from torch._export.serde import serialize  # this import takes a second, and most programs are data
 
     resolve = typing.get_type_hints
-    known: dict[type, dict[str, Any]] = {}
+    hints: dict[type, dict[str, Any]] = {}
 
     def resolve_once(cls: type, **namespaces: Any) -> dict[str, Any]:
-        if cls not in known:
-            known[cls] = resolve(cls, **namespaces)
-        return known[cls]
+        if cls not in hints:
+            hints[cls] = resolve(cls, **namespaces)
+        return hints[cls]
 
     names = {name: value for name, value in vars(typing).items() if not name.startswith("__")}
     module: Any = serialize

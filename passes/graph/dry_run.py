@@ -110,7 +110,8 @@ def layouts_kept(*, differentiated: bool = False) -> Iterator[None]:
         self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         other = differentiated and func in _OTHER_GRADIENTS
-        if _writes(func, args) and (other or not _is_kept(func, args, kwargs)):
+        writes = is_in_place(func) and isinstance(args[0], FunctionalTensor)
+        if writes and (other or not _is_kept(func, args, kwargs)):
             functional = dispatch(self, as_function(_with_numbers(func, args)), types, args, kwargs)
             args[0].replace_(functional.from_functional())
             args[0].commit_update()
@@ -122,10 +123,6 @@ def layouts_kept(*, differentiated: bool = False) -> Iterator[None]:
 
     with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", run_or_keep):
         yield
-
-
-def _writes(operator: Any, args: Any) -> bool:
-    return is_in_place(operator) and isinstance(args[0], FunctionalTensor)
 
 
 def _with_numbers(operator: OpOverload, args: Any) -> OpOverload:
@@ -300,15 +297,15 @@ class _Values:
         if not self._shares or not _tells_aliases(node.target):
             return _run(node)
         key = (node.target, self._key(node.args), self._key(node.kwargs))
-        known = self._known.get(key)
+        earlier = self._known.get(key)
         inputs = {s for operand in node.all_input_nodes for s in storages_of(operand.meta["val"])}
         follows = not self._touching.isdisjoint(node.all_input_nodes)
         # Where a followed storage goes in, a value that is no view must not look like one.
-        if known is not None and (not follows or known.is_fresh_of(inputs)):
-            return known.value
+        if earlier is not None and (not follows or earlier.is_fresh_of(inputs)):
+            return earlier.value
         value = _run(node)
         storages = storages_of(value)
-        if known is None and _is_static(value) and self._followed.isdisjoint(storages):
+        if earlier is None and _is_static(value) and self._followed.isdisjoint(storages):
             self._known[key] = _Known(value, frozenset(storages), inputs.isdisjoint(storages))
         return value
 
@@ -327,12 +324,12 @@ def _moves(graph: fx.Graph) -> bool:
     return any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes)
 
 
-def _work(graph: fx.Graph, known: dict[fx.Graph, int]) -> int:
-    """The most nodes that a run goes through; `known` then has those of each graph in this one as well."""
-    if graph not in known:
+def _work(graph: fx.Graph, work_of: dict[fx.Graph, int]) -> int:
+    """The most nodes that a run goes through; `work_of` then has those of each graph in this one as well."""
+    if graph not in work_of:
         called = [body.graph for node in graph.nodes for body in subgraphs_of(node)]
-        known[graph] = len(graph.nodes) + _RUNS * sum(_work(body, known) for body in called)
-    return known[graph]
+        work_of[graph] = len(graph.nodes) + _RUNS * sum(_work(body, work_of) for body in called)
+    return work_of[graph]
 
 
 def _tells_aliases(target: Any) -> bool:

@@ -318,13 +318,13 @@ class _CountingProp(FakeTensorProp):
         if not self._reuses or not isinstance(n.target, OpOverload) or not _is_fake(value, self._mode):
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        known = self._counted.get((n.target, facts_of(args), facts_of(kwargs)))
-        if known is None or known.layout != _layout(value):
+        counted = self._counted.get((n.target, facts_of(args), facts_of(kwargs)))
+        if counted is None or counted.layout != _layout(value):
             return None
         own_storages = set(storages_of(value)).difference(storages_of((args, kwargs)))
-        if not own_storages.isdisjoint(self._storages) or known.aliases != _aliases(value, (args, kwargs)):
+        if not own_storages.isdisjoint(self._storages) or counted.aliases != _aliases(value, (args, kwargs)):
             return None
-        n.meta[FLOPS] = known.flops
+        n.meta[FLOPS] = counted.flops
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

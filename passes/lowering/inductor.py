@@ -352,12 +352,8 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     hollow = without_values(exported, weights, shared)
     before: list[GraphPass] = [*own_passes(compiled.options), NamedLiterals(hollow), OldValues(weights)]
     probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), before)
-    patches = {
-        **compiled.options,
-        **options_for(compiled.payload),
-        **FIXED,
-        "post_grad_custom_post_pass": probes,
-    }
+    patches = {**compiled.options, **options_for(compiled.payload), **FIXED}
+    patches["post_grad_custom_post_pass"] = probes
     reads = compiled.reads_by_units(method.graph)
     files = _run_inductor(with_operators(hollow, method.graph, reads), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))
@@ -445,11 +441,10 @@ def observed(
         if k < len(names) and not names[k]:
             names[k] = step.name
     tail = sum_of(leads[-1], reads[-1], placed.tail)
+    facts = enumerate(zip(observation.steps, names, leads, reads, strict=False))
     steps = [
         Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
-        for k, (step, name, lead, read) in enumerate(
-            zip(observation.steps, names, leads, reads, strict=False)
-        )
+        for k, (step, name, lead, read) in facts
     ]
     units = [-1] * len(by_units)
     works = {step.name: step.read_work for step in modelled.steps}
@@ -472,14 +467,12 @@ def tell_inlined(compiled: Compiled) -> Compiled:
     compiler made from weights, to which nothing could be bound.
     """
     payload, programs, bound = compiled.payload, compiled.programs, compiled.bound
-    used = {
-        str(spec.target)
-        for program in programs.values()
-        for spec in program.graph_signature.input_specs
-        if spec.kind is not InputKind.USER_INPUT and _is_used(program, spec.arg.name)
-    }
-    known = {weight.fqn for weight in payload.tensors}
-    for name in sorted(bound - known):
+    used: set[str] = set()
+    for program in programs.values():
+        named = {node.name for node in placeholders_of(program.graph) if node.users}
+        specs = (spec for spec in program.graph_signature.input_specs if spec.arg.name in named)
+        used.update(str(spec.target) for spec in specs if spec.kind is not InputKind.USER_INPUT)
+    for name in sorted(bound - {weight.fqn for weight in payload.tensors}):
         raise PassError(
             f"the compiler made a constant {name!r} of its own from the program's weights: "
             "clone small views of large weights in the model"
@@ -512,10 +505,6 @@ def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> No
             )
 
 
-def _is_used(program: ExportedProgram, name: str) -> bool:
-    return any(node.op == "placeholder" and node.name == name and node.users for node in program.graph.nodes)
-
-
 def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:
     def fqn(node: fx.Node) -> str | None:
         return str(node.target) if node.op == "get_attr" and node.target in streamed else None
@@ -528,13 +517,9 @@ def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
     from torch._inductor import config
 
     passes_given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
-    return (
-        tuple(passes_given)
-        if isinstance(passes_given, list | tuple)
-        else (passes_given,)
-        if passes_given
-        else ()
-    )
+    if isinstance(passes_given, list | tuple):
+        return tuple(passes_given)
+    return (passes_given,) if passes_given else ()
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -570,9 +555,6 @@ def _causes(error: BaseException) -> Sequence[BaseException]:
         candidate = waiting.pop()
         if candidate is not None and candidate not in errors:
             errors.append(candidate)
-            waiting += [
-                candidate.__cause__,
-                candidate.__context__,
-                getattr(candidate, "inner_exception", None),
-            ]
+            waiting += [candidate.__cause__, candidate.__context__]
+            waiting.append(getattr(candidate, "inner_exception", None))
     return errors

@@ -109,9 +109,8 @@ def _products(exported: ExportedProgram, trusts: Trusts) -> Iterator[tuple[fx.No
         contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
         if contract is None or not contract.ends or node.target is BY_EXPERT:
             continue
-        if len(node.args) < 3 or any(
-            argument is not None for argument in (*node.args[3:], *node.kwargs.values())
-        ):
+        further = (*node.args[3:], *node.kwargs.values())
+        if len(node.args) < 3 or any(argument is not None for argument in further):
             continue
         chain = _chain(node, weights, position) if _is_static(node.args[1]) else None
         if chain is None or any(position[chain.nodes[1]] < k < position[node] for k in writes):
@@ -151,9 +150,8 @@ def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.
     stack: fx.Node = product.args[1]  # type: ignore[assignment]
     count = stack.meta["val"].shape[0]
     around = needed([stack], lambda node: _is_static(node) and node.meta["val"].shape[0] == count)
-    weight = max(
-        around & set(weights), key=lambda node: (node.meta["val"].nbytes, position[node]), default=None
-    )
+    of_size = sorted(around & set(weights), key=lambda node: (node.meta["val"].nbytes, position[node]))
+    weight = of_size[-1] if of_size else None
     if weight is None or weight is stack or stack.meta["val"].dim() != 3:
         return None
     inside = {weight: None}
@@ -164,7 +162,7 @@ def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.
     shared: dict[fx.Node, None] = {}
     for node in inside:
         users = {user for user in node.users if user.target is not aten._assert_tensor_metadata.default}
-        if node is not weight and (_opened(node, count) is None or not users <= {*inside, product}):
+        if node is not weight and (_opened(node) is None or not users <= {*inside, product}):
             return None
         for other in node.all_input_nodes:
             of = _sliced_as(other, node)
@@ -196,16 +194,16 @@ def _sliced_as(operand: fx.Node, node: fx.Node) -> bool | None:
     return True if value.shape[:1] == computed.shape[:1] else None
 
 
-def _opened(node: fx.Node, count: int) -> tuple[Any, ...] | None:
+def _opened(node: fx.Node) -> tuple[Any, ...] | None:
     """The arguments of a node of a chain without the number of slices; None if its operator mixes slices."""
     rank = node.all_input_nodes[0].meta["val"].dim() if node.all_input_nodes else 0
     if node.target in _EACH_ELEMENT:
         exact = not set(node.kwargs) - {"dtype"} and len(node.args) <= 2 and not _rounds_late(node)
         return node.args if exact and (node.target is not _LOOKED_UP or rank == 1) else None
-    known = _WITHIN_SLICES.get(node.target)
-    if known is None or set(node.kwargs) - {"memory_format"}:
+    open_arguments = _WITHIN_SLICES.get(node.target)
+    if open_arguments is None or set(node.kwargs) - {"memory_format"}:
         return None
-    return known(node.args, rank, list(node.meta["val"].shape))
+    return open_arguments(node.args, rank, list(node.meta["val"].shape))
 
 
 def _rounds_late(node: fx.Node) -> bool:
@@ -216,12 +214,8 @@ def _rounds_late(node: fx.Node) -> bool:
     """
     computed: torch.Tensor = node.meta["val"]
     values = [operand.meta["val"] for operand in node.all_input_nodes]
-    if (
-        len(values) < 2
-        or node.target is _LOOKED_UP
-        or not computed.is_floating_point()
-        or computed.itemsize > 2
-    ):
+    is_small = computed.is_floating_point() and computed.itemsize <= 2
+    if len(values) < 2 or node.target is _LOOKED_UP or not is_small:
         return False
     rounded = computed.itemsize == 2 and all(value.dtype == computed.dtype for value in values)
     return not rounded and any(value.numel() == computed.shape[0] for value in values)
@@ -264,10 +258,9 @@ def _body(product: fx.Node, chain: _Chain) -> fx.GraphModule:
     operands = (*chain.sliced, *chain.shared)
     inputs |= {f"other_{k}": operand for k, operand in enumerate(operands)}
     inner = {outer: graph.placeholder(name) for name, outer in inputs.items()}
-    count = chain.stack.meta["val"].shape[0]
     for node in chain.nodes[1:]:
         copied = inner[node] = graph.node_copy(node, inner.__getitem__)
-        copied.args = fx.node.map_arg(_opened(node, count) or (), inner.__getitem__)
+        copied.args = fx.node.map_arg(_opened(node) or (), inner.__getitem__)
     graph.output(graph.node_copy(product, inner.__getitem__))
     single = {chain.weight, ends, *chain.sliced}
     values = [outer.meta["val"].detach() for outer in inputs.values()]

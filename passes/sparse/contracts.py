@@ -18,7 +18,7 @@ from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
 from penstock.passes.graph.propagation import propagate, storages_of
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import ITEM_SIZES, Computed, Part, SparseRead, Storage, Trace
+from penstock.schedule.facts.model import ITEM_SIZES, Computed, Part, SparseRead, Step, Storage, Trace
 
 FIRST = 2
 """The number of the operator's argument that is the first input of its body."""
@@ -163,16 +163,10 @@ def with_common_units(traces: Sequence[Trace]) -> tuple[Trace, ...]:
         asked = count if read.tiles else min(read.asked, count)
         return replace(read, view=view, asked=asked, slices=view.shape[1])
 
-    return tuple(
-        replace(
-            trace,
-            steps=tuple(
-                replace(step, sparse=tuple(map(regrouped, step.sparse))) if step.sparse else step
-                for step in trace.steps
-            ),
-        )
-        for trace in traces
-    )
+    def with_runs(step: Step) -> Step:
+        return replace(step, sparse=tuple(map(regrouped, step.sparse))) if step.sparse else step
+
+    return tuple(replace(trace, steps=tuple(map(with_runs, trace.steps))) for trace in traces)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -298,7 +292,8 @@ def sparse_reads(
         if _reads_twice(node, memory):
             continue
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
-        if view is not None and _is_index(contract, index.meta["val"]):
+        dtypes = _INTEGERS if contract.ends else _INTEGERS[:2]
+        if view is not None and index.meta["val"].dtype in dtypes:
             route = routes.setdefault((index, contract.ends), len(routes))
             asked = contract.asked(node, view.shape[0])
             read = SparseRead(view, str(node.target), route, asked)
@@ -397,10 +392,6 @@ def _reads_twice(node: fx.Node, memory: int) -> bool:
     """Tells whether more than one argument of a node is of a storage, so that it is read whole as well."""
     operands = (leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node))
     return sum(memory in storages_of(operand.meta.get("val")) for operand in operands) > 1
-
-
-def _is_index(contract: Contract, index: torch.Tensor) -> bool:
-    return index.dtype in _INTEGERS[:2] if not contract.ends else index.dtype in _INTEGERS
 
 
 def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:

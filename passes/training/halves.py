@@ -171,7 +171,8 @@ def find_slots(joint: Joint, parts: Partition, prefix: str) -> Slots:
         read[node] = add(node, storage)
         base = whole[storage]
         if base not in stored:
-            stored[base] = read[node] if _same_layout(node, base) else add(base, storage)
+            same_layout = part_of(node.meta["val"], 0) == part_of(base.meta["val"], 0)
+            stored[base] = read[node] if same_layout else add(base, storage)
     return _without_mixed(Slots(stored, read, tensors), parts)
 
 
@@ -195,10 +196,6 @@ def _is_whole(value: torch.Tensor) -> bool:
 def _is_static(value: torch.Tensor) -> bool:
     sizes = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
     return all(isinstance(size, int) for size in sizes)
-
-
-def _same_layout(first: fx.Node, other: fx.Node) -> bool:
-    return part_of(first.meta["val"], 0) == part_of(other.meta["val"], 0)
 
 
 def _without_mixed(slots: Slots, parts: Partition) -> Slots:
@@ -299,21 +296,15 @@ def divide(
             least, rungs_made = peak, [*rungs_made, rung]
             programs |= programs_of_rung
     left_out = frozenset.intersection(*(joint.left_out for joint in joints))
-    return Halves(
-        programs,
-        Training(
-            tuple(str(spec.target) for spec in trained),
-            tuple(rungs_made),
-            tuple(named.get(k, "") for k in range(signature.results)),
-            tuple(leaf_of[k] for k in sorted(left_out)),
-            layouts=_layouts(joints[0], specs),
-        ),
+    of_calls = (k for k, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT)
+    training = Training(
+        tuple(str(spec.target) for spec in trained),
+        tuple(rungs_made),
+        tuple(named.get(k, "") for k in range(signature.results)),
+        tuple(leaf_of[k] for k in sorted(left_out)),
+        layouts=tuple(_layout(joints[0], k) for k in of_calls),
     )
-
-
-def _layouts(joint: Joint, specs: Sequence[InputSpec]) -> tuple[Layout | None, ...]:
-    """How the inputs that each call gives lie in memory."""
-    return tuple(_layout(joint, k) for k, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT)
+    return Halves(programs, training)
 
 
 def _layout(joint: Joint, number: int) -> Layout | None:
@@ -504,11 +495,11 @@ def _backward(
 
 def _with_all_parts(exported: ExportedProgram, names: set[str]) -> set[str]:
     """The names of inputs, and of those that are parts of the same weights, which are planned together."""
-    known = parts_of(exported)
+    part_of = parts_of(exported)
     owners = {
-        spec.arg.name: known[str(spec.target)][0]
+        spec.arg.name: part_of[str(spec.target)][0]
         for spec in exported.graph_signature.input_specs
-        if str(spec.target) in known
+        if str(spec.target) in part_of
     }
     taken = {owners[name] for name in names if name in owners}
     return names | {name for name, owner in owners.items() if owner in taken}
@@ -593,6 +584,7 @@ class _Program:
         old = self._exported
         _, in_spec = pytree.tree_flatten(called_with)
         _, out_spec = pytree.tree_flatten(returning)
+        constants = {**old.constants, **self._slots.tensors}
         program = ExportedProgram(
             self._joint.graph_module,
             self._graph,
@@ -601,11 +593,7 @@ class _Program:
             old.range_constraints,
             [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec, names))],
             None,
-            {
-                name: value
-                for name, value in {**old.constants, **self._slots.tensors}.items()
-                if name in targets
-            },
+            {name: value for name, value in constants.items() if name in targets},
             verifiers=[TrainingIRVerifier] if self._slots.stored else None,  # which allows writing to slots
         )
         program._guards_code = []

@@ -52,7 +52,7 @@ def align(
     time.
     """
     keys = _Keys()
-    known = {
+    twins = {
         key: node
         for node in first.graph.nodes
         if node.op != "output" and (key := keys.key(node, {})) is not None
@@ -77,11 +77,12 @@ def align(
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
         key = None if node in behind else keys.key(node, here)
-        twin = known.get(key) if key is not None else None
-        if twin is not None and _is_same_attribute(node, twin):
+        twin = twins.get(key) if key is not None else None
+        is_attribute = node.op == "get_attr"
+        if twin is not None and (not is_attribute or is_equal(_attribute(node), _attribute(twin))):
             here[node] = twin
             continue
-        if node not in behind and node.op != "get_attr" and node.is_impure():
+        if node not in behind and not is_attribute and node.is_impure():
             raise PassError(
                 f"{node.target} has an effect, and the traces for several sets of losses do not agree on it: "
                 "compile the sets one by one"
@@ -118,10 +119,6 @@ def _copied(graph_module: fx.GraphModule, node: fx.Node, here: Mapping[fx.Node, 
         setattr(graph_module, f"{name}_{number}", _attribute(node))
         copied.target = f"{name}_{number}"
     return copied
-
-
-def _is_same_attribute(node: fx.Node, other: fx.Node) -> bool:
-    return node.op != "get_attr" or is_equal(_attribute(node), _attribute(other))
 
 
 def _attribute(node: fx.Node) -> Any:
@@ -177,14 +174,14 @@ def _named(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def _refused(name: str, known: Callable[..., Any]) -> Callable[..., Any]:
+def _refused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch that sets the generator, and raises PassError where a model calls it."""
     exporting = threading.get_ident()
 
     def called(*args: Any, **kwargs: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         if caller.partition(".")[0] in ("torch", "contextlib") or threading.get_ident() != exporting:
-            return known(*args, **kwargs)
+            return function(*args, **kwargs)
         raise PassError(f"the model calls torch.random.{name} in its forward, {_DROPPED}")
 
     return called
@@ -211,13 +208,9 @@ def refused_own_gradients() -> Iterator[None]:
 
     def asked(setup_context: Any) -> bool:
         # `Function.apply` asks this first, also where a module holds it as a function of its own.
-        function_class = sys._getframe(1).f_locals.get("cls")
-        known = (
-            function_class is None
-            or function_class is _OF_CHECKPOINTS
-            or function_class.__module__.startswith("torch._")
-        )
-        if function_class is not None and not known and torch.is_grad_enabled():
+        function_class: Any = sys._getframe(1).f_locals.get("cls")
+        is_own = function_class not in (None, _OF_CHECKPOINTS) and torch.is_grad_enabled()
+        if is_own and not function_class.__module__.startswith("torch._"):
             raise PassError(
                 f"{function_class.__qualname__} is an autograd.Function, of which torch.export keeps the "
                 "forward and drops the backward: make it an operator (torch.library.custom_op, "
@@ -499,7 +492,7 @@ def _traced(
         entered.enter_context(groups_of_any_dtype())
         entered.enter_context(strides_of_kernels())
         entered.enter_context(layouts_kept(differentiated=forward_only))
-        known = _Sizes(inputs)
+        sizes = _Sizes(inputs)
         try:
             graph_module = aot_export_joint_with_descriptors(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
@@ -508,20 +501,15 @@ def _traced(
             raise
         except Exception as error:
             raise _refusal(error, forward_only=forward_only) from error
-        known.check()
+        sizes.check()
     graph = graph_module.graph_module.graph
     refuse_written_tensors(graph, exported, [names[k] for k in flat.shown])
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
     refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
     _unwrap_effects(graph)
-    _name_inputs(
-        graph,
-        {
-            placeholder.meta["desc"]: names[flat.shown[placeholder.meta["desc"].idx]]
-            for placeholder in _plain(graph)
-        },
-    )
+    meanings = [placeholder.meta["desc"] for placeholder in _plain(graph)]
+    _name_inputs(graph, {meaning: names[flat.shown[meaning.idx]] for meaning in meanings})
     return _Trace(graph_module.graph_module, flat)
 
 
@@ -668,13 +656,9 @@ def _is_gradient(node: fx.Node) -> bool:
 def _meanings(trace: _Trace, here: Mapping[fx.Node, fx.Node]) -> _Meanings:
     output = trace.made.graph.output_node()
     returned: Any = output.args[0]
-    return (
-        [(here.get(node, node).name, node.meta["desc"]) for node in placeholders_of(trace.made.graph)],
-        [
-            (node and here.get(node, node).name, meaning)
-            for node, meaning in zip(returned, output.meta["desc"], strict=True)
-        ],
-    )
+    inputs = [(here.get(node, node).name, node.meta["desc"]) for node in placeholders_of(trace.made.graph)]
+    named = [node and here.get(node, node).name for node in returned]
+    return inputs, list(zip(named, output.meta["desc"], strict=True))
 
 
 def _described(graph_module: fx.GraphModule, flat: _Flat, results: int, meanings: _Meanings) -> Joint:

@@ -64,12 +64,9 @@ class SegmentGradients(HigherOrderOperator):
         ]
         if not pairs:
             return (None,) * len(wanted)
-        gradients = torch.autograd.grad(
-            [value for value, _ in pairs],
-            [inputs[k] for k in wanted],
-            [tangent for _, tangent in pairs],
-            allow_unused=True,
-        )
+        outputs, of_outputs = [value for value, _ in pairs], [tangent for _, tangent in pairs]
+        wanted_inputs = [inputs[k] for k in wanted]
+        gradients = torch.autograd.grad(outputs, wanted_inputs, of_outputs, allow_unused=True)
         return tuple(_own(gradient, tensors) for gradient in gradients)
 
 

@@ -104,10 +104,10 @@ def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) ->
     early = forward_of(joint)
     nodes = [node for node in joint.graph_module.graph.nodes if node in early]
     derived = _derived(joint, frozen, nodes)
-    known = derived | _kept(joint)
+    outside = derived | _kept(joint)
     starts = [0, *(nodes.index(node) for node in boundaries(joint, frozen)), len(nodes)]
     parts = [
-        [node for node in nodes[a:b] if node.op != "placeholder" and node not in known]
+        [node for node in nodes[a:b] if node.op != "placeholder" and node not in outside]
         for a, b in pairwise(starts)
     ]
     shown = {node for node in joint.results if node is not None}
@@ -116,7 +116,7 @@ def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) ->
         outputs = tuple(node for node in part if node in shown and node in requiring)
         if not outputs:
             continue
-        segment = _cut(joint, f"segment_{number}", (part, outputs), derived, requiring)
+        segment = _cut(joint, f"segment_{number}", (part, outputs), derived)
         shown.update(segment.inputs)
         segments.append(segment)
     return segments
@@ -143,11 +143,7 @@ def _derived(joint: Joint, frozen: Collection[str], nodes: Iterable[fx.Node]) ->
 
 
 def _cut(
-    joint: Joint,
-    name: str,
-    part: tuple[Sequence[fx.Node], tuple[fx.Node, ...]],
-    derived: set[fx.Node],
-    requiring: set[fx.Node],
+    joint: Joint, name: str, part: tuple[Sequence[fx.Node], tuple[fx.Node, ...]], derived: set[fx.Node]
 ) -> _Segment:
     """Makes the body of a segment, which computes the outputs from what other segments and inputs give."""
     nodes, outputs = part

@@ -46,25 +46,25 @@ def weights_among(graph_module: fx.GraphModule, payload: Payload, method: str) -
     Raises PassError if a weight that the method reads is not among them, and PayloadError if an input holds
     a weight that the payload does not have.
     """
-    known = {weight.fqn: weight for weight in payload.tensors}
+    by_fqn = {weight.fqn: weight for weight in payload.tensors}
     inputs = {leaf.name for called in payload.methods if called.name == method for leaf in called.inputs}
-    labels = _labels(known, method)
+    labels = _labels(by_fqn, method)
     weights: dict[str, Weight] = {}
     for node in placeholders_of(graph_module.graph):
         fqn = facts_of(node).get("weight")
         if fqn is None and inputs.isdisjoint((node.name, node.target)):
             fqn = labels.get(node.name)
         if fqn is not None:
-            weights[node.name] = _checked(node, fqn, known)
+            weights[node.name] = _checked(node, fqn, by_fqn)
     _refuse_lost(graph_module, payload, method, weights)
     return weights
 
 
-def _labels(known: Mapping[str, Weight], method: str) -> dict[str, str]:
+def _labels(by_fqn: Mapping[str, Weight], method: str) -> dict[str, str]:
     """FQNs by the names that torch.export gives to their inputs: equal ones are numbered, as it does."""
     labels: dict[str, str] = {}
     numbers: Counter[str] = Counter()
-    for fqn, weight in known.items():
+    for fqn, weight in by_fqn.items():
         # Constants that several methods number alike have the method before their name in a payload.
         short = fqn.removeprefix(f"{method}.") if weight.role == "constant" else fqn
         base = label = f"{weight.role[0]}_" + re.sub(r"[^a-z0-9]", "_", short.lower())
@@ -76,14 +76,14 @@ def _labels(known: Mapping[str, Weight], method: str) -> dict[str, str]:
     return labels
 
 
-def _checked(node: fx.Node, fqn: str, known: Mapping[str, Weight]) -> Weight:
+def _checked(node: fx.Node, fqn: str, by_fqn: Mapping[str, Weight]) -> Weight:
     value = node.meta.get("val")
-    if fqn not in known:
+    if fqn not in by_fqn:
         raise PayloadError(
             f"the graph reads the weight {fqn!r}, which the payload does not have: this payload is of "
             "another model; load the one that was written with this graph"
         )
-    part = known[fqn].parts[0]
+    part = by_fqn[fqn].parts[0]
     if isinstance(value, torch.Tensor):
         got = (dtype_name(value.dtype), tuple(value.shape))
         if got != (part.dtype, part.shape):
@@ -92,7 +92,7 @@ def _checked(node: fx.Node, fqn: str, known: Mapping[str, Weight]) -> Weight:
                 f"{_described((part.dtype, part.shape))}: this payload is of another model; load the one "
                 "that was written with this graph"
             )
-    return known[fqn]
+    return by_fqn[fqn]
 
 
 def _refuse_lost(
@@ -276,10 +276,10 @@ class Catalog:
 
     def number(self, tensor: torch.Tensor, fqn: str) -> int:
         """Returns the number of the storage behind the tensor of a weight."""
-        identity, known = storage_identity(tensor), self.weights.get(fqn)
-        if identity not in self._numbers and known is not None:
+        identity, weight = storage_identity(tensor), self.weights.get(fqn)
+        if identity not in self._numbers and weight is not None:
             # Programs that were saved and loaded separately hold copies of one weight, or of one cache.
-            number = known.parts[0].storage
+            number = weight.parts[0].storage
             if _are_copies(self.values[number], tensor):
                 self._numbers[identity] = number
         number = self._numbers.setdefault(identity, len(self.values))
@@ -291,8 +291,8 @@ class Catalog:
 
 
 def _are_copies(first: torch.Tensor, other: torch.Tensor) -> bool:
-    known = first.device == other.device and first.device.type != "meta" and type(first) is type(other)
-    return known and same_bytes(first, other)
+    alike = first.device == other.device and first.device.type != "meta" and type(first) is type(other)
+    return alike and same_bytes(first, other)
 
 
 def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
@@ -300,7 +300,9 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
     name = f"{spec.kind.name.lower()} {spec.target or spec.arg.name!r}"
     if spec.kind not in _ROLES or spec.target is None:
         raise PassError(f"{name} is not a tensor and cannot be a weight: export the model without it")
-    values = exported.constants if _is_constant(spec) else exported.state_dict
+    not_saved = spec.kind is InputKind.BUFFER and not spec.persistent
+    is_constant = spec.kind is InputKind.CONSTANT_TENSOR or not_saved
+    values = exported.constants if is_constant else exported.state_dict
     tensor = values.get(spec.target)
     if not isinstance(tensor, torch.Tensor):
         raise PassError(f"{name} has no value in the exported program: export the model again")
@@ -320,11 +322,6 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
             "make it dense (to_dense, dequantize, resolve_conj) before exporting"
         )
     return tensor
-
-
-def _is_constant(spec: InputSpec) -> bool:
-    """Tells whether export keeps the value outside the state dict."""
-    return spec.kind is InputKind.CONSTANT_TENSOR or (spec.kind is InputKind.BUFFER and not spec.persistent)
 
 
 def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
@@ -371,7 +368,9 @@ def refuse_lost_values(exported: ExportedProgram) -> ExportedProgram:
     """
     values = {name: value for name, value in exported.state_dict.items() if _is_real(value)}
     lost = next(_on_top_of_one_another(values), None)
-    if lost is None and values and _has_fake_inputs(exported) and all(map(_is_zero, values.values())):
+    inputs = pytree.tree_leaves(exported.example_inputs)
+    is_fake = any(isinstance(leaf, FakeTensor) for leaf in inputs)
+    if lost is None and values and is_fake and all(map(_is_zero, values.values())):
         lost = next(iter(values))
     if lost is not None:
         raise PassError(
@@ -394,10 +393,6 @@ def _on_top_of_one_another(values: Mapping[str, torch.Tensor]) -> Iterator[str]:
 def _is_real(value: object) -> bool:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     return plain and isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided
-
-
-def _has_fake_inputs(exported: ExportedProgram) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(exported.example_inputs))
 
 
 def _is_zero(value: torch.Tensor) -> bool:

@@ -247,16 +247,13 @@ def _possibly_returned(node: fx.Node) -> Iterator[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return
     schema, passed = node.target._schema, passed_by_name(node.target, node.args, node.kwargs)
-    if node.target.namespace == "aten" and not _has_unknown_size(node.meta.get("val")):
+    has_unknown_size = any(map(free_unbacked_symbols, tensors_of(node.meta.get("val"))))
+    if node.target.namespace == "aten" and not has_unknown_size:
         return
     returned = {name for value in schema.returns if value.alias_info for name in value.alias_info.before_set}
     for argument in schema.arguments:
         if argument.alias_info is not None and not returned.isdisjoint(argument.alias_info.before_set):
             yield from (n for n in pytree.tree_leaves(passed.get(argument.name)) if isinstance(n, fx.Node))
-
-
-def _has_unknown_size(value: object) -> bool:
-    return any(free_unbacked_symbols(tensor) for tensor in tensors_of(value))
 
 
 def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:

@@ -26,12 +26,7 @@ from penstock.schedule.space.layout import mapped_arena, packed_arena
 
 
 def open_arena(
-    plan: Plan,
-    storages: Sequence[Storage],
-    source: Source,
-    *,
-    debug: bool = False,
-    poison: bool = False,
+    plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False, poison: bool = False
 ) -> WeightArena:
     """Open the arena that a plan asks for, empty. `source` must outlive it.
 

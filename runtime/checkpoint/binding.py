@@ -67,9 +67,9 @@ class Span:
         """Yields the runs of files in which the bytes lie, as extents of the storage."""
         position = self.offset - self.skip
         for file, start, nbytes in self.reading.runs():
-            known = min(max(self.offset - position, 0), nbytes)
-            if nbytes > known:
-                yield Extent(file, start + known, position + known, nbytes - known)
+            skipped = min(max(self.offset - position, 0), nbytes)
+            if nbytes > skipped:
+                yield Extent(file, start + skipped, position + skipped, nbytes - skipped)
             position += nbytes
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
@@ -132,11 +132,12 @@ def find_values(weights: Sequence[Weight], checkpoint: Checkpoint, rules: Rules)
         if any(name not in checkpoint.tensors for name in tensor_names):
             absent.append(weight)
             continue
+        pieces = _pieces(weight, part, tensor_names, checkpoint)
+        taken = (_taken(weight, name, checkpoint, shares, len(pieces)) for name in tensor_names)
+        named = zip(tensor_names, taken, strict=True)
         readings = tuple(
-            _reading(
-                weight, piece, (name, _taken(weight, name, checkpoint, shares, len(tensor_names))), rules.cast
-            )
-            for name, piece in zip(tensor_names, _pieces(weight, part, tensor_names, checkpoint), strict=True)
+            _reading(weight, piece, name_taken, rules.cast)
+            for piece, name_taken in zip(pieces, named, strict=True)
         )
         place = (part.offset, sum(reading.nbytes for reading in readings))
         first = readings_of.setdefault(part.storage, {}).setdefault(place, readings)
@@ -266,9 +267,9 @@ def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
     result: list[Span] = []
     end = 0
     for offset, reading in sorted(placed, key=lambda placement: (placement[0], -placement[1].nbytes)):
-        known = max(end - offset, 0)
-        if known < reading.nbytes:
-            result.append(Span(offset + known, known, reading))
+        earlier = max(end - offset, 0)
+        if earlier < reading.nbytes:
+            result.append(Span(offset + earlier, earlier, reading))
             end = offset + reading.nbytes
     return tuple(result)
 
@@ -296,7 +297,7 @@ def _refuse_missing(missing: Sequence[str], files: Sequence[Path]) -> None:
 
 
 def _part_names(
-    weights: Sequence[Weight], rename: Rename, known: Container[str]
+    weights: Sequence[Weight], rename: Rename, stored: Container[str]
 ) -> dict[str, tuple[str, ...]]:
     """Returns the names in the files of weights, and of parts of quantised ones, by `FQN` or `FQN.PART`.
 
@@ -314,7 +315,7 @@ def _part_names(
     for weight in weights:
         for part in weight.parts:
             candidates = list(_candidates(weight.fqn, part.name, rename))
-            there = (c for c in candidates if all(name in known for name in c))
+            there = (c for c in candidates if all(name in stored for name in c))
             names[tensor_of(weight, part)] = next(there, candidates[0])
     return names
 
@@ -378,6 +379,13 @@ def bind(
     Raises:
         SourceError: A weight is missing, or of another dtype or shape; the program has no use for a tensor;
             or a pattern matches nothing.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file(model.state_dict(), "mlp.safetensors")
+        >>> bound = penstock.bind(exported, "mlp.safetensors")
+        >>> torch.equal(bound.module()(x), model(x))
+        True
     """
     opened = open_checkpoint(checkpoint, only)
     ignore = _ignored(ignore, opened)
@@ -415,11 +423,11 @@ def _ignored(ignore: str | Sequence[str], checkpoint: Checkpoint) -> Sequence[st
 
 
 def _refuse_unexpected(stored: Found, checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
-    known = {name for names in stored.names.values() for name in names}
+    used = {name for names in stored.names.values() for name in names}
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignore)
+        if name not in used and not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     if unexpected:
         origin = checkpoint.tensors[unexpected[0]].origin

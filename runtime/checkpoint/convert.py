@@ -166,7 +166,7 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: i
 
 def _entry(name: str, tensor: StoredTensor, checkpoint: Checkpoint, dtype: str | None) -> PackEntry:
     before = TORCH_NAMES.get(tensor.dtype)
-    after = _dtype_after(name, before, dtype)
+    after = _dtype_after(before, dtype)
     if before is None or after is None:
         raise SourceError(
             f"tensor {name!r} of {tensor.origin} is {tensor.dtype}, less than a byte an element, which is "
@@ -181,16 +181,12 @@ def _entry(name: str, tensor: StoredTensor, checkpoint: Checkpoint, dtype: str |
     return PackEntry(name, after, tensor.shape, stored.nbytes, chunks)
 
 
-def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
+def _dtype_after(before: str | None, dtype: str | None) -> str | None:
     """The dtype that a tensor is written in. Raises SourceError if tensors cannot be converted to it."""
     if dtype is None:
         return before
-    wanted = getattr(torch, dtype, None)
-    if (
-        not isinstance(wanted, torch.dtype)
-        or not wanted.is_floating_point
-        or dtype not in TORCH_NAMES.values()
-    ):
+    wanted = getattr(torch, dtype, None) if dtype in TORCH_NAMES.values() else None
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise SourceError(f"tensors cannot be converted to {dtype!r}: give float32, float16 or bfloat16")
     floating = before is not None and getattr(torch, before).is_floating_point
     return dtype if floating else before
@@ -204,12 +200,9 @@ def describe(converted: Converted) -> Mapping[str, object]:
 
 def summary(converted: Converted) -> list[tuple[str, str]]:
     """Returns the facts of a conversion, for people to read: a label and a text each."""
+    files = ", ".join(path.name for path in converted.files[:3]) + "..." * (len(converted.files) > 3)
     return [
         ("tensors", str(converted.tensors)),
         ("bytes", format_size(converted.nbytes)),
-        (
-            "files",
-            ", ".join(path.name for path in converted.files[:3])
-            + ("..." if len(converted.files) > 3 else ""),
-        ),
+        ("files", files),
     ]

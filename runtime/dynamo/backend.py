@@ -161,9 +161,8 @@ def _place(device: str) -> torch.device:
 
 def _check_kept(module: torch.nn.Module, where: torch.device) -> None:
     """Raises PassError for a tensor that is to lie in the memory of a device and has no values."""
-    staying = (
-        {} if where.type == "cpu" else {f"buffer {name!r}": buffer for name, buffer in module.named_buffers()}
-    )
+    moved = [] if where.type == "cpu" else [*module.named_buffers()]
+    staying = {f"buffer {name!r}": buffer for name, buffer in moved}
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.nn.RNNBase):
             staying |= {f"parameter {fqn!r}": value for fqn, value in submodule.named_parameters(name)}
@@ -394,13 +393,10 @@ class Session:
                 )
         with self._gate.changing():
             number = len(self._payload.methods)
-            steps = tuple(
-                replace(step, reads=tuple(sorted({storages[s] for s in step.reads}))) for step in trace.steps
-            )
-            self._add(
-                replace(trace, method=f"piece_{number}", graph=number, steps=steps),
-                replace(order, graph=number),
-            )
+            reads = (tuple(sorted({storages[s] for s in step.reads})) for step in trace.steps)
+            steps = tuple(replace(step, reads=r) for step, r in zip(trace.steps, reads, strict=True))
+            named = replace(trace, method=f"piece_{number}", graph=number, steps=steps)
+            self._add(named, replace(order, graph=number))
         return number
 
     def run(self, number: int, run: Callable[..., Any], inputs: list[Any], fqns: Mapping[int, str]) -> Any:

@@ -318,16 +318,13 @@ def check_folder(folder: Path, payload: Payload, beside: Collection[str]) -> Non
     compared elsewhere. SEEN may hold anything: whoever changes it has files compared again, or not.
     """
     packed = [k for k, file in enumerate(payload.files) if not Path(file.path).is_absolute()]
-    known = {PAYLOAD, DIGEST, SEEN, *beside, *(payload.files[k].path for k in packed)}
-    known |= {payload.program.path} if payload.program else set()
+    accounted = {PAYLOAD, DIGEST, SEEN, *beside, *(payload.files[k].path for k in packed)}
+    accounted |= {payload.program.path} if payload.program else set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        inside = (
-            path.is_dir()
-            and not path.is_symlink()
-            and any(file_name.startswith(f"{name}/") for file_name in known)
-        )
-        if not inside and (name not in known or path.is_symlink() or not path.is_file()):
+        is_folder = path.is_dir() and not path.is_symlink()
+        inside = is_folder and any(file_name.startswith(f"{name}/") for file_name in accounted)
+        if not inside and (name not in accounted or path.is_symlink() or not path.is_file()):
             raise SourceError(f"{folder} holds {name}, which is no part of it as it was compiled: remove it")
     for k in packed:
         path = folder / payload.files[k].path

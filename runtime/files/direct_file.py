@@ -202,7 +202,8 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
                 status = os.fstat(fd)  # taken before the check, so that a change meanwhile is noticed later
                 if check:
                     check_open_file(fd, path, file, in_place=in_place)
-                past, block = _open_direct(path, fd) if direct else (None, 0)
+                uncached_fd = open_uncached(path, fd) if direct else -1
+                past, block = usable_directly(uncached_fd) if uncached_fd >= 0 else (None, 0)
         except SourceError as error:
             if not in_place:
                 raise
@@ -228,12 +229,6 @@ def memory_view(address: int, nbytes: int) -> memoryview:
     from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
     view: memoryview = from_memory(address, nbytes, _BUFFER_WRITE)
     return view
-
-
-def _open_direct(path: Path, buffered_fd: int) -> tuple[FileIO | None, int]:
-    """Returns the file past the page cache, and its block in bytes, or (None, 0)."""
-    fd = open_uncached(path, buffered_fd)
-    return usable_directly(fd) if fd >= 0 else (None, 0)
 
 
 def usable_directly(fd: int) -> tuple[FileIO | None, int]:
@@ -344,9 +339,7 @@ def spills(plan: Plan) -> bool:
     return any(t.direction == "out" for schedule in plan.schedules for t in schedule.transfers)
 
 
-def open_spill_file(
-    folder: str | os.PathLike[str] | None, storages: Sequence[Storage], plan: Plan
-) -> SpillFile:
+def open_spill_file(folder: str | os.PathLike[str] | None, storages: Sequence[Storage]) -> SpillFile:
     """Opens a file for the produced storages in a folder, by default the system's for temporary files.
 
     Raises SourceError where the folder has no room for them now, or no file can be made there.

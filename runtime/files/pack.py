@@ -126,7 +126,7 @@ def _place(entries: Sequence[PackEntry], *, dense: bool) -> tuple[list[int], lis
     return offsets, pads, _pad_to(position, 1 if dense else BLOCK, pads)
 
 
-def check_space(folder: Path, nbytes: int, *, dense: bool = False) -> None:
+def check_space(folder: Path, nbytes: int, *, dense: bool) -> None:
     """Raise SourceError unless the disk of `folder` has `nbytes` available; `dense` as in `write_packed`."""
     try:
         status = os.statvfs(folder)
@@ -220,11 +220,8 @@ def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence
             "data_offsets": (offset, offset + packed.nbytes),
         }
     for number, (start, stop) in enumerate(pads):
-        fields[f"{PAD_PREFIX}{number}"] = {
-            "dtype": "U8",
-            "shape": (stop - start,),
-            "data_offsets": (start, stop),
-        }
+        pad = {"dtype": "U8", "shape": (stop - start,), "data_offsets": (start, stop)}
+        fields[f"{PAD_PREFIX}{number}"] = pad
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(PREFIX_BYTES + len(text)) % BLOCK)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text

@@ -350,11 +350,7 @@ class FileRange:
         """Returns the part of the range between two layout offsets."""
         skip = max(0, start - self.start)
         return FileRange(
-            self.start + skip,
-            min(stop, self.stop),
-            self.file,
-            self.file_offset + skip,
-            self.address + skip,
+            self.start + skip, min(stop, self.stop), self.file, self.file_offset + skip, self.address + skip
         )
 
 

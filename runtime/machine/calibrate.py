@@ -110,12 +110,8 @@ class Sightings:
         modelled = with_times(planned, self._plan.hardware).compute_ns
         if seen.median < modelled and _contradicts(seen.median, modelled):
             # The machine cannot compute faster than its true rates, so these were measured while it was busy.
-            rates, machine = ("products", "memory"), this_machine()
-            forget(
-                lambda measurement: (
-                    measurement.subject.machine == machine and measurement.subject.quantity in rates
-                )
-            )
+            rates = (Subject("products", this_machine()), Subject("memory", this_machine()))
+            forget(lambda measurement: replace(measurement.subject, what="") in rates)
 
     def _check_arrival(self, graph: int, passes: Sequence[_Pass]) -> None:
         """Forget the rate at which weights arrive if a pass was faster than it allows, or waited longer."""
@@ -190,20 +186,12 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
 def with_leaving(hardware: Hardware, leaving: Leaving | None) -> Hardware:
     """The machine with the rate at which what a forward keeps leaves memory, and with a note of it."""
     if leaving is None:
-        return replace(
-            hardware, note=noted(hardware.note, ["no rate of writes: they are taken for reads"], ())
-        )
+        note = noted(hardware.note, ["no rate of writes: they are taken for reads"], ())
+        return replace(hardware, note=note)
     both = "beside reads" if leaving.duplex else "in turn with reads"
-    return replace(
-        hardware,
-        write_bytes_per_s=leaving.rate.median,
-        duplex=leaving.duplex,
-        note=noted(
-            hardware.note,
-            [f"{leaving.rate.subject.title} at {leaving.rate.amount}, {both}"],
-            (leaving.rate, leaving.both),
-        ),
-    )
+    sentence = f"{leaving.rate.subject.title} at {leaving.rate.amount}, {both}"
+    note = noted(hardware.note, [sentence], (leaving.rate, leaving.both))
+    return replace(hardware, write_bytes_per_s=leaving.rate.median, duplex=leaving.duplex, note=note)
 
 
 def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFiles | None) -> Hardware:
@@ -270,13 +258,10 @@ def machines_here() -> tuple[Machine, ...]:
 def measure_again() -> None:
     """Forget all remembered figures of this machine, and measure those again that need no weight files."""
     here = machines_here()
-    known = [
-        measurement.subject.what
-        for measurement in measurements()
-        if measurement.subject.quantity == "products"
-    ]
+    subjects = (measurement.subject for measurement in measurements())
+    dtypes = [subject.what for subject in subjects if subject.quantity == "products"]
     forget(lambda measurement: measurement.subject.machine in here)
-    for dtype in dict.fromkeys(("float32", "bfloat16", *known)):
+    for dtype in dict.fromkeys(("float32", "bfloat16", *dtypes)):
         compute_rates(dtype)
     leaving()
     for name in accelerators():

@@ -220,10 +220,8 @@ class Measurement:
 
     def makes_sense(self) -> bool:
         """Tells whether a measurement can have given these values."""
-        shares = (self.spread, self.waited)
-        return (
-            0 < self.median < math.inf and all(0 <= share < math.inf for share in shares) and self.trials > 0
-        )
+        shares = all(0 <= share < math.inf for share in (self.spread, self.waited))
+        return 0 < self.median < math.inf and shares and self.trials > 0
 
 
 @dataclass(frozen=True)
@@ -237,8 +235,8 @@ class _File:
 def noted(note: str, sentences: Iterable[str], figures: Iterable[Measurement | None]) -> str:
     """A note of hardware with more `sentences`; UNEVEN ends it if it did, or if a figure is doubtful."""
     uneven = note.endswith(UNEVEN) or any(True for figure in figures if figure for _ in figure.doubts())
-    known = note.removesuffix(UNEVEN).removesuffix("; ")
-    return "; ".join(filter(None, (known, *sentences, UNEVEN if uneven else "")))
+    before = note.removesuffix(UNEVEN).removesuffix("; ")
+    return "; ".join(filter(None, (before, *sentences, UNEVEN if uneven else "")))
 
 
 def this_machine() -> Machine:
@@ -254,8 +252,8 @@ def measured(subject: Subject, measure: Callable[[], Trials]) -> Measurement:
 
     Raises BudgetError where the limits of this process leave no memory to measure in.
     """
-    if (known := recall(subject)) is not None:
-        return known
+    if (remembered := recall(subject)) is not None:
+        return remembered
     limit = memory_limit()
     if limit is not None and limit.left < MEASURING:
         raise BudgetError(
@@ -269,30 +267,23 @@ def measured(subject: Subject, measure: Callable[[], Trials]) -> Measurement:
 def recall(subject: Subject) -> Measurement | None:
     """The remembered figure of a subject; None if there is none or it has to be measured again."""
     now = time.time()
-    return next(
-        (
-            measurement
-            for measurement in measurements()
-            if measurement.subject == subject and measurement.is_fresh(now)
-        ),
-        None,
-    )
+    of_subject = (measurement for measurement in measurements() if measurement.subject == subject)
+    return next((measurement for measurement in of_subject if measurement.is_fresh(now)), None)
 
 
 def record(subject: Subject, trials: Trials) -> Measurement:
     """Remember a figure in place of an earlier one of the same subject, and return it."""
-    measured = Measurement(
-        subject, trials.median, trials.spread, trials.waited, len(trials.figures), int(time.time())
-    )
+    figures = (trials.median, trials.spread, trials.waited, len(trials.figures))
+    measured = Measurement(subject, *figures, int(time.time()))
     _write((*(measurement for measurement in measurements() if measurement.subject != subject), measured))
     return measured
 
 
 def forget(wrong: Callable[[Measurement], bool]) -> None:
     """Forget the figures for which `wrong` is true; they are measured again when they are needed."""
-    known = measurements()
-    right = tuple(measurement for measurement in known if not wrong(measurement))
-    if len(right) < len(known):
+    before = measurements()
+    right = tuple(measurement for measurement in before if not wrong(measurement))
+    if len(right) < len(before):
         _write(right)
 
 
@@ -309,18 +300,15 @@ def measurements() -> tuple[Measurement, ...]:
 @lru_cache(maxsize=1)
 def _read(path: Path, state: tuple[int, ...]) -> tuple[Measurement, ...]:
     """The figures of a file in a state, which a plan asks for some twenty times."""
-    stored = decode(
-        _File, *parse(read_bounded(path, "a list of measurements"), str(path)), str(path)
-    ).measurements
-    return tuple(
-        sorted(filter(Measurement.makes_sense, stored), key=lambda measurement: measurement.taken_at)
-    )
+    text, tree = parse(read_bounded(path, "a list of measurements"), str(path))
+    sensible = filter(Measurement.makes_sense, decode(_File, text, tree, str(path)).measurements)
+    return tuple(sorted(sensible, key=lambda measurement: measurement.taken_at))
 
 
-def _write(known: tuple[Measurement, ...]) -> None:
+def _write(figures: tuple[Measurement, ...]) -> None:
     """Remember figures that are not too old: all of the machine, and the newest ones of files."""
     now = time.time()
-    recent = [measurement for measurement in known if now - measurement.taken_at < WEEK]
+    recent = [measurement for measurement in figures if now - measurement.taken_at < WEEK]
     of_files = [measurement for measurement in recent if measurement.subject.identity]
     dropped = {measurement.subject for measurement in of_files[:-MOST_FILES]}
     remember(_path(), encode(_File(tuple(figure for figure in recent if figure.subject not in dropped))))

@@ -355,10 +355,7 @@ def leaving(folder: str | PathLike[str] | None = None) -> Leaving | None:
     except SourceError:
         return None
     cache = ways[0] if past else ways[1]
-    return Leaving(
-        record(subject("writes", cache), writes),
-        record(subject("both ways", cache), shares),
-    )
+    return Leaving(record(subject("writes", cache), writes), record(subject("both ways", cache), shares))
 
 
 @dataclass(frozen=True)

@@ -352,12 +352,10 @@ def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece:
 
 
 def _first_read(method: MethodTable, piece: Range) -> int:
-    reading = (
-        step
-        for step in method.probed
-        if any(need.start < piece.stop and piece.start < need.stop for need in method.needs[step])
-    )
-    return next(reading, method.probed[-1] if method.probed else method.steps)
+    for step in method.probed:
+        if any(need.start < piece.stop and piece.start < need.stop for need in method.needs[step]):
+            return step
+    return method.probed[-1] if method.probed else method.steps
 
 
 def _piece_bytes(plan: Plan, piece: int | None) -> int:

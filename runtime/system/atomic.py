@@ -1,13 +1,14 @@
 """Writes folders, and several files at once, atomically: a path has the old or all of the new content.
 
 Everything is built under a temporary name beside its target, as `schedule/atomic_file.py` does for a file,
-and flushed to the disk before it gets its place.
+and flushed to the disk before it gets its place. Also makes folders of this user alone.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -201,3 +202,28 @@ def _sync_tree(folder: Path) -> None:
                 os.chmod(Path(root, name), 0o600)
             sync(Path(root, name), os.O_RDONLY)
         sync_folder(Path(root))
+
+
+def can_others_write(folder: Path) -> bool:
+    """Whether a folder is a link or another user's, or others may write to it. Raises OSError.
+
+    Whom an access list lets write shows in the bits of the group, which are then the mask of the list.
+    """
+    state = folder.lstat()
+    mine = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+    return not mine or bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and the way to it, for this user alone, whatever the umask. Raises OSError."""
+    if folder.is_dir():
+        return
+    if not folder.parent.exists():
+        make_private(folder.parent)
+    try:
+        folder.mkdir(0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return
+    folder.chmod(0o700)

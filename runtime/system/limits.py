@@ -137,12 +137,10 @@ def _mounts(proc: Path, groups: Path) -> dict[Path, tuple[int, str]]:
             case [_, _, _, root, point, *_], [kind, _, options, *_]:
                 memory = kind == "cgroup" and "memory" in options.split(",")
                 # A later mount on the same folder covers the earlier one, whatever it is.
-                mounts[Path(unescape(point))] = (
-                    1 if memory else 2 if kind == "cgroup2" else 0,
-                    unescape(root),
-                )
-    known = {point: mount for point, mount in mounts.items() if mount[0]}
-    return known or {groups / "memory": (1, "/"), groups: (2, "/")}
+                version = 1 if memory else 2 if kind == "cgroup2" else 0
+                mounts[Path(unescape(point))] = version, unescape(root)
+    of_groups = {point: mount for point, mount in mounts.items() if mount[0]}
+    return of_groups or {groups / "memory": (1, "/"), groups: (2, "/")}
 
 
 def _below(path: str, root: str) -> list[str] | None:

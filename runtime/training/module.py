@@ -325,12 +325,7 @@ class TrainingCall:
     spec: pytree.TreeSpec
 
     def __init__(
-        self,
-        facts: Training,
-        rung: Rung,
-        run: Callable[[str, Sequence[Any]], Any],
-        *,
-        once: bool = False,
+        self, facts: Training, rung: Rung, run: Callable[[str, Sequence[Any]], Any], *, once: bool = False
     ) -> None:
         self.facts, self.rung = facts, rung
         self.spent, self._once = False, once

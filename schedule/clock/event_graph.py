@@ -70,13 +70,11 @@ def unit_edges(
 def _next_place(schedule: Schedule, line: Sequence[int], step: int, n: int) -> tuple[int, int]:
     """The pass (0: this, 1: the next) and the place in a line of the first transfer that waits for `step`."""
     afters = [schedule.transfers[i].after for i in line]
-    places = [
-        (height, place)
-        for height, reached in ((0, step), (1, step - n))
-        for place, after in enumerate(afters)
-        if after >= reached
-    ]
-    return next(iter(places), (1, 0))
+    for height, reached in ((0, step), (1, step - n)):
+        for place, after in enumerate(afters):
+            if after >= reached:
+                return height, place
+    return 1, 0
 
 
 def launch_edges(
@@ -184,23 +182,21 @@ def build_graph(
 ) -> networkx.DiGraph:
     """The event graph with attributes `weight` (ns) and `height` (passes, 0 or 1) on its edges.
 
-    The nodes are ("step", k), the end of the read of step k; ("transfer", i), the end of transfer i;
-    ("call", 0), the moment at which a pass begins; ("stage", q), the end of the disk's q-th read; and
-    ("launch", k), the end of the launch of step k, one of those in `launched`.
+    A node is the moment at which an event ends: ("step", k) the read of step k, ("transfer", i) transfer i,
+    ("stage", q) the disk's read number q, ("launch", k) the launch of step k, which is in `launched`. At
+    ("call", 0) a pass begins.
     """
     import networkx
 
-    steps, transfers = len(trace.steps), len(schedule.transfers)
-    names = [("step", k) for k in range(steps)] + [("transfer", i) for i in range(transfers)]
-    names.append(("call", 0))
-    names += [("stage", q) for q in range(len(_staged(schedule)))]
-    begin = len(names)
-    names += [("launch", k) for k in launched]
+    counts = {"step": len(trace.steps), "transfer": len(schedule.transfers), "call": 1}
+    counts["stage"] = len(_staged(schedule))
+    nodes = [(kind, number) for kind, count in counts.items() for number in range(count)]
+    edges = [*_edges(trace, schedule, hardware, wrap), *launch_edges(trace, hardware, launched, len(nodes))]
+    nodes += [("launch", k) for k in launched]
     graph = networkx.DiGraph()
-    graph.add_nodes_from(names)
-    edges = [*_edges(trace, schedule, hardware, wrap), *launch_edges(trace, hardware, launched, begin)]
+    graph.add_nodes_from(nodes)
     for source, target, weight, height in edges:
-        graph.add_edge(names[source], names[target], weight=weight, height=height)
+        graph.add_edge(nodes[source], nodes[target], weight=weight, height=height)
     return graph
 
 
@@ -238,8 +234,7 @@ def steady_period_ns(
     staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
     weight, height = max(trace.compute_ns, copying, staging, hardware.host_step_ns * len(launched)), 1
     while True:
-        known = weight > enough * height
-        cycle = None if known else _heavier_cycle(edges, count, weight, height)
+        cycle = None if weight > enough * height else _heavier_cycle(edges, count, weight, height)
         if cycle is None:
             return -(-weight // height)
         weight, height = sum(e[2] for e in cycle), sum(e[3] for e in cycle)
@@ -386,9 +381,7 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
     steps, transfers = trace.steps, schedule.transfers
     n, m = len(steps), len(transfers)
     call = n + m
-    last_for_step: dict[tuple[int, str], int] = {
-        (t.step, t.direction): n + i for i, t in enumerate(transfers)
-    }
+    last_for_step = {(t.step, str(t.direction)): n + i for i, t in enumerate(transfers)}
     yield n - 1 if n else call, call, trace.tail_ns + trace.gap_ns, 1
     for k, step in enumerate(steps):
         yield (k - 1 if k else call), k, step.lead_ns + step.read_ns, 0
@@ -423,10 +416,8 @@ def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edg
     """
     staged = _staged(schedule)
     sizes, first, count = [schedule.staged[i] for i in staged], n + len(schedule.transfers) + 1, len(staged)
-    back, in_ring = (
-        0,
-        0,
-    )  # reads `back - count` to q, which may be of the pass before, are in the ring together
+    # The reads from `back - count` to q are in the ring together; negative ones are of the pass before.
+    back, in_ring = 0, 0
     for q in range(-count, count):
         in_ring += sizes[q]
         while in_ring > schedule.staging_bytes or q - (back - count) >= count:

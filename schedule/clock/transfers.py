@@ -31,16 +31,12 @@ def in_sizes(pieces: Sequence[Transfer], most: int, breaks: Collection[int]) -> 
     for piece in pieces:
         last = joined[-1] if joined else None
         largest = MERGED_BYTES if last and piece.after == last.after else most
-        if last and _follows(last, piece, breaks) and piece.stop - last.start <= largest:
+        touches = last is not None and piece.start == last.stop and piece.start not in breaks
+        if last and touches and piece.after < last.step and piece.stop - last.start <= largest:
             joined[-1] = Transfer(last.start, piece.stop, last.step, piece.after)
         else:
             joined.append(piece)
     return joined
-
-
-def _follows(last: Transfer, piece: Transfer, breaks: Collection[int]) -> bool:
-    """Tell whether `piece` may become the end of transfer `last`."""
-    return piece.start == last.stop and piece.start not in breaks and piece.after < last.step
 
 
 class _Way(NamedTuple):
@@ -214,18 +210,11 @@ class Loads:
         number: int = 0,
         call_ends: Callable[[int], int] | None = None,
     ) -> None:
-        rows = [
-            (
-                gap.closes % steps,
-                gap.opens - gap.closes // steps * steps,
-                span.start,
-                span.stop,
-                number,
-                index,
-            )
-            for index, gap in enumerate(gaps)
-            for number, span in enumerate(groups[gap.group].spans)
-        ]
+        rows = []
+        for index, gap in enumerate(gaps):
+            passes, step = divmod(gap.closes, steps)
+            for place, span in enumerate(groups[gap.group].spans):
+                rows.append((step, gap.opens - passes * steps, span.start, span.stop, place, index))
         table = numpy.array(sorted(rows), dtype=numpy.int64).reshape(len(rows), 6)
         self.step, self.dropped, self.start, self.stop, self.number, self.gap = table.T
         self.nbytes = self.stop - self.start
@@ -359,13 +348,8 @@ class Loads:
         first: dict[int, tuple[int, int, int, int]] = {}
         produced_rows = numpy.nonzero(self.produced[rows])[0]
         spans = self.span[rows][produced_rows]
-        columns = (
-            spans,
-            self.written[spans],
-            dropped[produced_rows],
-            self.start[rows][produced_rows],
-            self.stop[rows][produced_rows],
-        )
+        starts, stops = self.start[rows][produced_rows], self.stop[rows][produced_rows]
+        columns = (spans, self.written[spans], dropped[produced_rows], starts, stops)
         for span, *facts in zip(*(column.tolist() for column in columns), strict=True):
             first.setdefault(span, tuple(facts))
         pieces = ((start, stop, step, written) for written, step, start, stop in sorted(first.values()))

@@ -133,6 +133,11 @@ class Weight:
         role: `"value"` for what a forward computes and its backward reads.
         device: The device that the program was exported for.
         parts: Its tensors; a quantised weight has several.
+
+    Example:
+        >>> weight = program.payload.weights[0]
+        >>> weight.fqn, weight.parts[0].dtype, weight.parts[0].shape
+        ('0.weight', 'float32', (64, 64))
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -174,6 +179,12 @@ class SparseRead:
         tiles: Every call needs all units: tiles of a product that may be computed one after another.
         computed: The tensor that the operator is given in place of `view`, a slice at a time; None for
             `view`.
+
+    Example:
+        >>> from penstock.schedule.facts.model import Part, Pool, SparseRead
+        >>> table = SparseRead(Part("", "float32", (100, 64), (64, 1), 0, 0), "aten.embedding", 0, asked=8)
+        >>> table.unit(2), Pool(4096, 256, layout=(0,)).granules(table, 2)
+        ((512, 768), (2, 3))
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -216,7 +227,11 @@ class SparseRead:
         return not self.tiles and self.asked >= self.count
 
     def unit(self, number: int) -> tuple[int, int]:
-        """Return the bytes of unit `number`, counted from the start of the storage: start and stop."""
+        """Return the bytes of a unit, counted from the start of the storage: start and stop.
+
+        Args:
+            number: The number of the unit.
+        """
         start = self.view.offset + number * self.unit_stride
         return start, start + self.unit_nbytes
 
@@ -264,7 +279,12 @@ class Pool:
         return tuple(sorted({*reads, *(read.storage for read in sparse if self.has(read))}))
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
-        """Return the granules that hold unit `number` of `read`: the first, and the one behind the last."""
+        """Return the granules that hold a unit: the first, and the one behind the last.
+
+        Args:
+            read: A read that the pool serves.
+            number: The number of the unit.
+        """
         start, stop = read.unit(number)
         place = self.layout[read.view.storage]
         return (place + start) // self.granule, -(-(place + stop) // self.granule)
@@ -605,6 +625,12 @@ class Schedule:
         boundary: What is on the device, or on its way, when a call of this method follows another, or one of
             the method that its trace follows. After any other call, only the resident ranges are there, and
             the rest is loaded in this order. None: the boundary of the plan.
+
+    Example:
+        >>> schedule = plan.schedules[0]
+        >>> first = schedule.transfers[0]
+        >>> first.direction, first.stop - first.start, schedule.moved_bytes("in")
+        ('in', 16384, 65536)
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -655,6 +681,10 @@ class Decisions:
         names, sizes: Names and bytes of the storages, for people; empty if nobody gave them.
         host: The memory of a host between disk and device; None if it holds all that streams.
         pool: The memory for units of what is read sparsely; None if all is read whole.
+
+    Example:
+        >>> [plan.names[s] for s in plan.reads_of(plan.traces[0].steps[0])], plan.confidence.level
+        (['0.weight', '0.bias'], 'assumed')
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -690,15 +720,27 @@ class Decisions:
         return frozenset(s for trace in self.traces for step in trace.steps for s in step.writes)
 
     def boundary_of(self, schedule: Schedule) -> tuple[Range, ...]:
-        """Return the ranges on the device, or on their way, between two calls of the method of `schedule`."""
+        """Return the ranges on the device, or on their way, between two calls of a method.
+
+        Args:
+            schedule: The schedule of the method.
+        """
         return self.boundary if schedule.boundary is None else schedule.boundary
 
     def reads_of(self, step: Step) -> tuple[int, ...]:
-        """Return the storages that `step` of the plan's traces reads: from the arena, and by units."""
+        """Return the storages that a step reads: from the arena, and by units.
+
+        Args:
+            step: A step of the plan's traces.
+        """
         return self.pool.whole(step.reads, step.sparse) if self.pool else step.reads
 
     def expected_ns(self, number: int) -> int:
-        """Return the nanoseconds that a pass of trace `number` is expected to take, with waits for units."""
+        """Return the nanoseconds that a pass is expected to take, with waits for units.
+
+        Args:
+            number: The position of its trace in `traces`.
+        """
         waits = self.pool.expected_ns if self.pool else ()
         return self.schedules[number].predicted_ns + (waits[number] if waits else 0)
 
@@ -735,16 +777,16 @@ class Decisions:
     @property
     def confidence(self) -> Confidence:
         """How far the predicted times can be trusted, and why."""
-        known = self.hardware.note.removesuffix(UNEVEN).removesuffix("; ")
-        if not known.startswith(MEASURED):
-            return Confidence("assumed", f"{known or 'figures that were given'}; none of it was measured")
+        source = self.hardware.note.removesuffix(UNEVEN).removesuffix("; ")
+        if not source.startswith(MEASURED):
+            return Confidence("assumed", f"{source or 'figures that were given'}; none of it was measured")
         doubts = [UNEVEN] if self.hardware.uneven else []
         if self.written_bytes and self.hardware.write_bytes_per_s is None:
             doubts.append("writes are taken to be as fast as reads")
         if doubts:
-            return Confidence("doubtful", "; ".join([*doubts, known]))
+            return Confidence("doubtful", "; ".join([*doubts, source]))
         modelled = any(trace.times == "modelled" for trace in self.traces)
-        return Confidence("measured", known + "; times of compute follow from these rates" * modelled)
+        return Confidence("measured", source + "; times of compute follow from these rates" * modelled)
 
     @property
     def ratio(self) -> float | None:

@@ -59,11 +59,8 @@ def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
     by_units = {read.storage for step in trace.steps for read in step.sparse}
     together = {s: (s,) if s in by_units else group for s, group in together.items()}
     read = {s for step in trace.steps for s in step.reads} - by_units
-    steps = tuple(
-        replace(step, reads=tuple(sorted(_closed(step.reads, together, read)))) for step in trace.steps
-    )
-    return replace(trace, steps=steps)
-
-
-def _closed(reads: Iterable[int], together: Mapping[int, Sequence[int]], read: set[int]) -> set[int]:
-    return {*reads, *(other for s in reads for other in together.get(s, (s,)) if other in read)}
+    steps = []
+    for step in trace.steps:
+        joined = {other for s in step.reads for other in together.get(s, (s,))} & read
+        steps.append(replace(step, reads=tuple(sorted(joined.union(step.reads)))))
+    return replace(trace, steps=tuple(steps))

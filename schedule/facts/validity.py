@@ -1,7 +1,7 @@
 """The rules that plans, traces and machines must satisfy beyond the types of their fields.
 
 Every function yields a sentence for each fault, which begins with `path`, the place of the faulty value.
-`payload/checks.py` has the rules of the other parts of a payload.
+`payload/codec.py` has the rules of the other parts of a payload.
 """
 
 from __future__ import annotations
@@ -271,11 +271,8 @@ def _ranges(plan: Decisions, path: str) -> Iterator[str]:
             yield from size_faults(nbytes, f"{here}.staged[{j}]")
         bound = schedule.lower_bound_ns or 0
         yield from range_faults(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
-        ranges += [
-            (f"schedules[{i}].transfers", schedule.transfers),
-            (f"schedules[{i}].drops", schedule.drops),
-            (f"schedules[{i}].boundary", schedule.boundary or ()),
-        ]
+        for name in ("transfers", "drops", "boundary"):
+            ranges.append((f"schedules[{i}].{name}", getattr(schedule, name) or ()))
     if plan.host is not None:
         yield from size_faults(plan.host.nbytes, f"{path}.host.nbytes")
         ranges.append(("host.resident", plan.host.resident))

@@ -140,17 +140,17 @@ def _units(payload: Payload) -> Iterator[str]:
                 yield f"$.probes[{i}].units: expected none, as $.lowering is {payload.lowering!r}"
         return
     orders = {order.graph: (str(i), order.units) for i, order in enumerate(payload.probes)}
-    for j, trace in enumerate(payload.traces):
+    for i, trace in enumerate(payload.traces):
         sparse = [k for k, step in enumerate(trace.steps) if step.sparse]
         place, units = orders.get(trace.graph, ("of its graph", ()))
         if sorted(k for k in units if k != -1) != sparse:
             yield (
-                f"$.probes[{place}].units: expected once each of the steps {sparse} of $.traces[{j}] that "
+                f"$.probes[{place}].units: expected once each of the steps {sparse} of $.traces[{i}] that "
                 f"read by units, and -1 otherwise, got {list(units)}"
             )
         for k in sparse:
             if len(trace.steps[k].sparse) > 1:
-                yield f"$.traces[{j}].steps[{k}].sparse: expected one read by units a step of compiled code"
+                yield f"$.traces[{i}].steps[{k}].sparse: expected one read by units a step of compiled code"
 
 
 def _files(payload: Payload) -> Iterator[str]:
@@ -413,6 +413,10 @@ class Payload:
 
         Raises:
             PayloadError: `from_bytes` would refuse the payload.
+
+        Example:
+            >>> penstock.Payload.from_bytes(program.payload.to_bytes()) == program.payload
+            True
         """
         check_payload(self, "the payload to be written")
         return encode(self)
@@ -440,7 +444,12 @@ class Payload:
         return plain_weights(self.weights)
 
     def storage_names(self) -> tuple[str, ...]:
-        """Return, for each storage, the name of the first weight or part that lies in it, for messages."""
+        """Return, for each storage, the name of the first weight or part that lies in it, for messages.
+
+        Example:
+            >>> program.payload.storage_names()[:2]
+            ('0.weight', '0.bias')
+        """
         names: dict[int, str] = {}
         for weight in self.weights:
             for part in weight.parts:
@@ -478,7 +487,18 @@ class Payload:
         return read_graph(self)
 
     def trace_for(self, graph: int) -> Trace:
-        """Return the trace of method number `graph`. Raises PayloadError if there is none."""
+        """Return the trace of a method.
+
+        Args:
+            graph: The number of the method.
+
+        Raises:
+            PayloadError: There is none.
+
+        Example:
+            >>> len(program.payload.trace_for(0).steps)
+            4
+        """
         for trace in self.traces:
             if trace.graph == graph:
                 return trace

@@ -83,9 +83,8 @@ def some_of_every_group(setting: Setting) -> int | None:
             continue
         count = len(streamed)
         before = [streamed[j - 2] - n * (j < 2) if count > 1 else streamed[0] - n for j in range(count)]
-        return _period(
-            setting, [(k, max(earlier, k - n)) for k, earlier in zip(streamed, before, strict=True)]
-        )
+        starts = [(k, max(earlier, k - n)) for k, earlier in zip(streamed, before, strict=True)]
+        return _period(setting, starts)
     return on_demand(setting)
 
 
@@ -213,11 +212,11 @@ def other_policies(plan: Decisions) -> dict[str, int]:
     """The period of each policy that fits into the plan's budget, summed over the plan's traces.
 
     What a forward keeps stays in memory under all of them, and weights have the rest of the budget. None of
-    them reads a weight by units.
-    The host is the one beside the plan's hardware. For a plan without sizes there is no result.
+    them reads a weight by units. The host is the one beside the plan's hardware. For a plan without sizes
+    there is no result.
     """
     plan, host = joined(plan), host_beside(plan.hardware)
-    kept_bytes: dict[str, int] = {}
+    totals_ns: dict[str, int] = {}
     for number, trace in enumerate(plan.traces if plan.sizes else ()):
         cap = plan.budget - _fixed(plan) - max(_alive(plan, trace), default=0)
         steps = (replace(step, reads=plan.reads_of(step)) for step in trace.steps)
@@ -225,11 +224,11 @@ def other_policies(plan: Decisions) -> dict[str, int]:
         setting = Setting(plan.sizes, whole, max(0, cap), plan.hardware)
         periods = compare(setting, host) if trace.steps and cap >= 0 else {}
         for name, ns in periods.items():
-            if ns is not None and (number == 0 or name in kept_bytes):
-                kept_bytes[name] = kept_bytes.get(name, 0) + ns
+            if ns is not None and (number == 0 or name in totals_ns):
+                totals_ns[name] = totals_ns.get(name, 0) + ns
             else:
-                kept_bytes.pop(name, None)
-    return kept_bytes
+                totals_ns.pop(name, None)
+    return totals_ns
 
 
 def point_of(plan: Decisions) -> Point:
@@ -254,8 +253,8 @@ def curve_of(
     """
     at: dict[int, dict[str, int | None]] = {}
     for point in points:
-        known = {"plans by penstock": point["predicted_ns"], BEST: point["lower_bound_ns"]}
-        at[point["budget"]] = known | point["policies"]
+        swept = {"plans by penstock": point["predicted_ns"], BEST: point["lower_bound_ns"]}
+        at[point["budget"]] = swept | point["policies"]
     if plan.sizes and not points:
         budgets = (sum(plan.sizes) * percent // 100 for percent in range(106))
         at = {

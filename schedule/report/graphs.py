@@ -132,11 +132,17 @@ def to_dot(graph: networkx.DiGraph) -> str:
 
     Args:
         graph: What `Plan.event_graph` or `Program.read_graph` returns.
+
+    Example:
+        >>> from penstock.schedule.report.graphs import to_dot
+        >>> to_dot(plan.event_graph()).splitlines()[0]
+        'digraph penstock {'
     """
     numbers = {node: number for number, node in enumerate(graph)}
-    lines = [
-        f"  n{numbers[node]} [{_attributes(_labelled(node, facts))}];" for node, facts in graph.nodes.items()
-    ]
+    lines = []
+    for node, facts in graph.nodes.items():
+        label = {"label": str(facts.get("name") or node)}
+        lines.append(f"  n{numbers[node]} [{_attributes(label | facts)}];")
     for source, target, facts in graph.edges(data=True):
         label = {"label": facts["why"]} if "why" in facts else {}
         named = {"weight_ns" if name == "weight" else name: value for name, value in facts.items()}
@@ -145,7 +151,11 @@ def to_dot(graph: networkx.DiGraph) -> str:
 
 
 def to_json(graph: networkx.DiGraph) -> str:
-    """Return a `graph` of penstock's as node-link JSON, which `networkx.node_link_graph` reads."""
+    """Return a graph of penstock's as node-link JSON, which `networkx.node_link_graph` reads.
+
+    Args:
+        graph: As for `to_dot`.
+    """
     import networkx
 
     return json.dumps(networkx.node_link_data(graph, edges="edges"), indent=1) + "\n"
@@ -177,23 +187,14 @@ def _described(plan: Decisions, number: int, kind: str) -> list[dict[str, Any]]:
             for step, nbytes in zip(trace.steps, released, strict=True)
         ]
     copied = list(zip(schedule.transfers, copied_by(plan, number, names_of(plan)), strict=True))
-    moved = [
-        {
-            "name": ", ".join(fact["weights"]),
-            "bytes": fact["bytes"],
-            "direction": t.direction,
-            "pass": -int(t.after < 0),
-        }
-        for t, fact in copied
-    ]
+    moved = []
+    for t, fact in copied:
+        shown = {"name": ", ".join(fact["weights"]), "bytes": fact["bytes"]}
+        moved.append(shown | {"direction": t.direction, "pass": -int(t.after < 0)})
     if kind == "transfer":
         return moved
     staged = zip(moved, schedule.staged, strict=False)
     return [fact | {"bytes": nbytes} for fact, nbytes in staged if nbytes]
-
-
-def _labelled(node: Any, facts: dict[str, Any]) -> dict[str, Any]:
-    return {"label": str(facts.get("name") or node)} | facts
 
 
 def _attributes(facts: dict[str, Any]) -> str:

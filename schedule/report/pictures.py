@@ -339,16 +339,11 @@ def _compute(trace: Trace, times: PassTimes, following: int, at: int) -> Iterato
         intervals.append(("hold", done, end, k))
         begin = end
     done, leaves = begin + trace.tail_ns, following - trace.gap_ns
-    intervals += [
-        ("tail", begin, done, None),
-        ("stall", done, leaves, None),
-        ("gap", leaves, following, None),
-    ]
-    return (
-        Interval(*interval, at)
-        for interval in intervals
-        if interval[1] < interval[2] or interval[0] == "read"
-    )
+    intervals += [("tail", begin, done, None), ("stall", done, leaves, None)]
+    intervals.append(("gap", leaves, following, None))
+    for kind, start, end, of in intervals:
+        if start < end or kind == "read":
+            yield Interval(kind, start, end, of, at)
 
 
 def boxes_of(picture: Picture, view: View) -> list[Box]:

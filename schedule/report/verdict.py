@@ -250,13 +250,10 @@ def near_best(plan: Decisions, best: str = "the best possible") -> str:
     `best` is what the bound is called. It does not know of other sizes of the pool, so a pool that costs
     something is named.
     """
-    if plan.ratio is None or limit_of(plan) == "units":
-        why = (
-            "the solver found no bound in time"
-            if plan.ratio is None
-            else "that depends on what calls ask for"
-        )
-        return f"may be above {best}: {why}"
+    if plan.ratio is None:
+        return f"may be above {best}: the solver found no bound in time"
+    if limit_of(plan) == "units":
+        return f"may be above {best}: that depends on what calls ask for"
     pool = " with this pool" if has_costly_pool(plan) else ""
     if plan.ratio < 1.00005:
         return f"is {best}{pool}"
@@ -317,12 +314,8 @@ def _rate(method: str, ns: int, tokens: int | None) -> str:
 def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, str]:
     """The words that say whether streaming pays, and a clause about the best other policy if it is faster."""
     if not policies:
-        return (
-            "No other way fits, as each holds all that the forward keeps"
-            if plan.produced
-            else "This plan streams",
-            "",
-        )
+        alone = "No other way fits, as each holds all that the forward keeps"
+        return alone if plan.produced else "This plan streams", ""
     name = min(policies, key=lambda policy: policies[policy])
     host, way = host_beside(plan.hardware), f"the policy {name!r} would be"
     if name == REST and host is not None:
@@ -381,10 +374,8 @@ def _copied(plan: Decisions) -> str:
     brought = f"{format_size(plan.streamed_bytes)} a pass at {_gigabytes(hardware.link_bytes_per_s)}"
     if not plan.written_bytes:
         return brought
-    rate, beside = (
-        hardware.write_bytes_per_s or hardware.link_bytes_per_s,
-        "beside" if hardware.duplex else "and",
-    )
+    rate = hardware.write_bytes_per_s or hardware.link_bytes_per_s
+    beside = "beside" if hardware.duplex else "and"
     return f"{brought} in, {beside} {format_size(plan.written_bytes)} at {_gigabytes(rate)} out,"
 
 
@@ -426,9 +417,8 @@ def _twice(plan: Decisions) -> str:
 def _replayed(plan: Decisions) -> str:
     """The clause on what would help a plan whose limit is the calling thread."""
     if plan.wrap == "barrier":
-        return (
-            f"a call that is captured and replayed as a graph takes {format_time(replayed_ns(plan))} a pass"
-        )
+        time = format_time(replayed_ns(plan))
+        return f"a call that is captured and replayed as a graph takes {time} a pass"
     return (
         "larger batches give each launch more to do; with wrap='barrier', calls can be captured and replayed "
         "as graphs, each of which is one launch"

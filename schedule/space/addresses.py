@@ -55,7 +55,8 @@ def pack_blocks(sizes: Sequence[int], alive: Sequence[Collection[int]], *, work:
     `work` limits the search, in pairs of conflicting blocks.
     """
     blocks = Blocks(sizes, alive, conflicts_of(alive), load_of(sizes, alive))
-    best = _improved(blocks, tries=_tries(blocks.conflicts, work))
+    each_try = 1 + len(sizes) + sum(map(len, blocks.conflicts))
+    best = _improved(blocks, tries=1 + work // each_try)
     top, bound = height(sizes, best), blocks.load
     if top > bound and len(sizes) <= _EXACT:
         better, complete = _BranchAndBound(blocks, top).run()
@@ -112,10 +113,6 @@ def load_of(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
     return max(at.values(), default=0)
 
 
-def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
-    return 1 + work // (1 + len(conflicts) + sum(len(neighbours) for neighbours in conflicts))
-
-
 def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
     """Yield orders that do well: by size, by lifetime, by the product of both, and by first use.
 
@@ -151,11 +148,10 @@ def _squeaked(
     blocks: Blocks, addresses: Sequence[int], order: Sequence[int], draw: random.Random
 ) -> list[int]:
     """The order with every block that ends above the bound moved forward by a random number of places."""
-    places = {
-        block: place
-        - (draw.random() * len(order) / 2 if addresses[block] + blocks.sizes[block] > blocks.load else 0)
-        for place, block in enumerate(order)
-    }
+    places: dict[int, float] = {}
+    for place, block in enumerate(order):
+        is_high = addresses[block] + blocks.sizes[block] > blocks.load
+        places[block] = place - (draw.random() * len(order) / 2 if is_high else 0)
     return sorted(order, key=lambda block: places[block])
 
 

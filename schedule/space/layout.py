@@ -23,12 +23,7 @@ from penstock.schedule.facts.problem import first_uses
 
 
 def packed_arena(
-    storages: Sequence[Storage],
-    traces: Sequence[Trace],
-    *,
-    kind: ArenaKind,
-    granule: int,
-    alignment: int,
+    storages: Sequence[Storage], traces: Sequence[Trace], *, kind: ArenaKind, granule: int, alignment: int
 ) -> Arena:
     """An arena of anonymous memory whose layout holds the storages in first-use order.
 
@@ -48,11 +43,7 @@ def packed_arena(
 
 
 def _produced_segments(
-    storages: Sequence[Storage],
-    some: Sequence[int],
-    layout: list[int],
-    end: int,
-    multiples: Sequence[int],
+    storages: Sequence[Storage], some: Sequence[int], layout: list[int], end: int, multiples: Sequence[int]
 ) -> Iterator[Range]:
     """Lay out the produced ones of some storages from `end` on, each at these multiples, and yield them."""
     for index in (s for s in some if storages[s].kind == "produced"):

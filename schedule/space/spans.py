@@ -100,7 +100,8 @@ def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
             (inside.add if enters else inside.discard)(s)
         if not inside:
             continue
-        union = tuple(_union(reads[s][number] for s in inside) for number in range(len(demand.traces)))
+        together = (set().union(*of_trace) for of_trace in zip(*(reads[s] for s in inside), strict=True))
+        union = tuple(tuple(sorted(steps)) for steps in together)
         produced = any(storages[s].kind == "produced" for s in inside)
         always = not produced and not inside.isdisjoint(demand.keep)
         for piece in _cut(Range(first * granule, last * granule), arena.segments):
@@ -150,10 +151,6 @@ def subtract(ranges: Iterable[Range], taken: Sequence[Range]) -> list[Range]:
     return remaining
 
 
-def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted(set().union(*steps)))
-
-
 def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
     for segment in segments:
         start, stop = max(piece.start, segment.start), min(piece.stop, segment.stop)
@@ -163,9 +160,8 @@ def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
 
 def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
     begins = {segment.start for segment in segments}
-    for (_, _), same in itertools.groupby(
-        _numbered(runs, begins), key=lambda numbered: (numbered[0], numbered[1].reads)
-    ):
+    numbered = _numbered(runs, begins)
+    for _, same in itertools.groupby(numbered, key=lambda pair: (pair[0], pair[1].reads)):
         members = [run for _, run in same]
         yield replace(members[0], range=Range(members[0].range.start, members[-1].range.stop))
 

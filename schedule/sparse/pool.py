@@ -71,12 +71,7 @@ def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
 
 
 def smallest_pool(
-    traces: Sequence[Trace],
-    layout: tuple[int, ...],
-    granule: int,
-    *,
-    tiles: bool = False,
-    dense: bool = True,
+    traces: Sequence[Trace], layout: tuple[int, ...], granule: int, *, tiles: bool = False, dense: bool = True
 ) -> Pool:
     """The pool that holds one unit, whichever it is."""
     pool = Pool(0, granule, layout, tiles=tiles, dense=dense)
@@ -161,18 +156,12 @@ def missed(trace: Trace, pool: Pool, *, cold: bool = False) -> Missed:
 
 
 def timed_pool(
-    pool: Pool, traces: Sequence[Trace], hardware: Hardware, expected: Sequence[Missed] | None = None
+    pool: Pool, traces: Sequence[Trace], hardware: Hardware, expected: Sequence[Missed] = ()
 ) -> Pool:
     """The pool with the times that a pass of each method is expected to wait, and waits at worst."""
-    expected_misses = evenly(traces)(pool) if expected is None else expected
-    worst = [missed(trace, pool, cold=True) for trace in traces]
-    return replace(
-        pool,
-        expected_ns=tuple(
-            min(a.ns(hardware), b.ns(hardware)) for a, b in zip(expected_misses, worst, strict=True)
-        ),
-        worst_ns=tuple(misses.ns(hardware) for misses in worst),
-    )
+    usual = [misses.ns(hardware) for misses in expected or evenly(traces)(pool)]
+    worst_ns = tuple(missed(trace, pool, cold=True).ns(hardware) for trace in traces)
+    return replace(pool, expected_ns=tuple(map(min, usual, worst_ns)), worst_ns=worst_ns)
 
 
 class Division(NamedTuple):
@@ -218,17 +207,12 @@ def divide(
         key=lambda division: (division.copied, -division.pool.nbytes),
     )
     chosen = [division for division in weighed if division is best or division.pool.nbytes == remaining]
-    return [
-        Division(
-            division.ns,
-            timed_pool(division.pool, problem.traces, problem.hardware, division.missed),
-            sum(
-                count * some.nbytes
-                for count, some in zip(pass_counts(problem.traces), division.missed, strict=True)
-            ),
-        )
-        for division in chosen
-    ]
+    divided = []
+    for division in chosen:
+        timed = timed_pool(division.pool, problem.traces, problem.hardware, division.missed)
+        counted = zip(pass_counts(problem.traces), division.missed, strict=True)
+        divided.append(Division(division.ns, timed, sum(count * misses.nbytes for count, misses in counted)))
+    return divided
 
 
 class _Weighed(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, groupby
@@ -36,7 +36,7 @@ class _Pieces:
         self.sizes: list[int] = []
         self.alike = True  # each piece is a unit of whole granules, and all have one size
         self._pool, self._storages = pool, storages
-        self._known: dict[tuple[int, int], int] = {}  # by the granules: first, and behind the last
+        self._numbers: dict[tuple[int, int], int] = {}  # by the granules: first, and behind the last
         self._of: dict[tuple[int, int], list[int]] = {}
 
     def of(self, read: SparseRead, number: int) -> list[int]:
@@ -66,14 +66,12 @@ class _Pieces:
         return before, number + 1 < read.count and self._pool.granules(read, number + 1)[0] < stop
 
     def _number(self, read: SparseRead, first: int, stop: int) -> int:
-        known = self._known.get((first, stop))
-        if known is not None:
-            return known
-        granule, place = self._pool.granule, self._pool.layout[read.storage]
-        end = min(stop * granule, place + self._storages[read.storage].nbytes)
-        self.sizes.append(end - max(first * granule, place))
-        self._known[first, stop] = len(self.sizes) - 1
-        return len(self.sizes) - 1
+        if (first, stop) not in self._numbers:
+            granule, place = self._pool.granule, self._pool.layout[read.storage]
+            end = min(stop * granule, place + self._storages[read.storage].nbytes)
+            self._numbers[first, stop] = len(self.sizes)
+            self.sizes.append(end - max(first * granule, place))
+        return self._numbers[first, stop]
 
     def _whole(self, read: SparseRead, number: int) -> bool:
         granules = self._pool.granules(read, number)
@@ -187,9 +185,13 @@ def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
     return expect
 
 
+def _sum(moves: Sequence[Moved]) -> Moved:
+    return Moved(sum(moved.units for moved in moves), sum(moved.nbytes for moved in moves))
+
+
 def _average(moves: Sequence[Moved]) -> Missed:
-    calls = max(1, len(moves))
-    return Missed(sum(moved.units for moved in moves) / calls, sum(moved.nbytes for moved in moves) // calls)
+    total, calls = _sum(moves), max(1, len(moves))
+    return Missed(total.units / calls, total.nbytes // calls)
 
 
 class Driven:
@@ -206,8 +208,11 @@ class Driven:
 
     def asked_by(self, asks: Sequence[Ask]) -> Moved:
         """What some reads ask for."""
-        nbytes = sum(self._nbytes((self._reads[a.read].storage, n) for n in a.units) for a in asks)
-        return Moved(sum(len(ask.units) for ask in asks), nbytes)
+        units = [[(self._reads[ask.read].storage, number) for number in ask.units] for ask in asks]
+        places = ([self._bytes_in(unit, self.granules(unit)) for unit in of_ask] for of_ask in units)
+        # Where two units share a granule it is read once.
+        nbytes = sum(place.nbytes for of_ask in places for place in merged(of_ask))
+        return Moved(sum(map(len, units)), nbytes)
 
     def reads(self) -> Iterator[Iterator[Round]]:
         """The rounds, one after another, in which each read runs."""
@@ -220,17 +225,12 @@ class Driven:
 
     def moved(self, residency: Residency, *, ahead: bool) -> Moved:
         """What is moved for all calls, where `residency` decides; `ahead` as far as it is known."""
-        moves = list(self.moves(residency, ahead=ahead))
-        return Moved(sum(moved.units for moved in moves), sum(moved.nbytes for moved in moves))
+        return _sum(list(self.moves(residency, ahead=ahead)))
 
     def moves(self, residency: Residency, *, ahead: bool) -> Iterator[Moved]:
         """Yields what is moved for each call."""
         for call in self.changes(residency, ahead=ahead):
-            moved = [self.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in call]
-            yield Moved(
-                sum(change_moved.units for change_moved in moved),
-                sum(change_moved.nbytes for change_moved in moved),
-            )
+            yield _sum([self.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in call])
 
     def changes(self, residency: Residency, *, ahead: bool) -> Iterator[list[tuple[Ask, list[int], Change]]]:
         """Yields what happens before each part of each read of a call, as the policy says."""
@@ -259,13 +259,6 @@ class Driven:
     def granules(self, unit: Unit) -> tuple[int, int]:
         """The granules of a unit: the first, and one behind the last."""
         return self._pool.granules(self._read_of[unit[0]], unit[1])
-
-    def _nbytes(self, units: Iterable[Unit]) -> int:
-        """The bytes that are read to bring units at once; where two share a granule it is read once."""
-        return sum(place.nbytes for place in merged(map(self._place, units)))
-
-    def _place(self, unit: Unit) -> Range:
-        return self._bytes_in(unit, self.granules(unit))
 
     def _bytes_in(self, unit: Unit, granules: tuple[int, int]) -> Range:
         """The bytes in granules of a unit, of which there may be none."""
@@ -326,12 +319,10 @@ def simulated_calls(plan: Decisions, profile: Profile) -> tuple[Call, ...]:
     reads, driven = driven_by.routes.reads, Driven(driven_by, plan.pool)
     changes = driven.changes(Residency(plan.pool, driven_by.traces), ahead=True)
     numbered = zip(count(), driven_by.routes.calls, changes, strict=False)
+    recorded = (call for call in numbered if call[1])
     calls: list[Call] = []
-    for graph, some in groupby(
-        (numbered_call for numbered_call in numbered if numbered_call[1]),
-        lambda numbered_call: reads[numbered_call[1][0].read].graph,
-    ):
-        calls += _in_a_row(plan, driven, graph, list(some))
+    for graph, in_a_row in groupby(recorded, lambda call: reads[call[1][0].read].graph):
+        calls += _in_a_row(plan, driven, graph, list(in_a_row))
     return tuple(calls)
 
 
@@ -352,7 +343,7 @@ def _in_a_row(plan: Decisions, driven: Driven, graph: int, calls: Sequence[_Made
             number,
             trace.method,
             driven.asked_by(call),
-            Moved(sum(moved.units for moved in missed), sum(moved.nbytes for moved in missed)),
+            _sum(missed),
             schedule.moved_bytes("in"),
             len(changes),
             sum(stalls_of(trace, now)),

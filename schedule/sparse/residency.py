@@ -13,7 +13,7 @@ QUICK, SLOW = 0.5, 0.5 ** (1 / 32)
 """By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 1 and 32."""
 
 _FORGOTTEN = 2048
-"""The turns after which a turn's weight is that of so many: it is below 2 ** -64 then, and adds nothing."""
+"""After this many turns a turn's weight in the averages is below 2 ** -64, so it is no longer halved."""
 
 
 def _powers(base: float) -> np.ndarray:
@@ -68,13 +68,9 @@ class Residency:
     def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
         self._pool = pool
         self._reads = {trace.graph: _reads_of(trace, pool) for trace in traces}
-        reads = {
-            table_read.read.storage: table_read.read
-            for steps in self._reads.values()
-            for table_read in steps.values()
-        }
+        reads_of_steps = (read for steps in self._reads.values() for read in steps.values())
+        self._read_of = reads = {step_read.read.storage: step_read.read for step_read in reads_of_steps}
         self._tables = sorted(reads)
-        self._read_of = reads
         counts = [reads[s].count for s in self._tables]
         self._first = dict(zip(self._tables, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
         self._table = np.repeat(np.arange(len(counts)), counts)
@@ -174,9 +170,8 @@ class Residency:
         for table_read in steps.values():
             table = self._tables.index(table_read.read.storage)
             for now in range(turns):
-                turns_until[now, table] = min(
-                    turns_until[now, table], (table_read.turn - now) % turns or turns
-                )
+                following = (table_read.turn - now) % turns or turns
+                turns_until[now, table] = min(turns_until[now, table], following)
         return dict(enumerate(turns_until))
 
     def _admit(self, missing: np.ndarray, until: np.ndarray, change: Change, *, needed: bool) -> None:
@@ -201,11 +196,7 @@ class Residency:
         """A unit, and the units that are asked for whenever it is, as far as they are held and not in use."""
         storage, number = self._unit(index)
         partners = (self._first[other] + number for other in self._partners[storage])
-        needed = (self._used, self._soon)
-        return [
-            index,
-            *(index for index in partners if self._held[index] and not any(some[index] for some in needed)),
-        ]
+        return [index, *(i for i in partners if self._held[i] and not (self._used[i] or self._soon[i]))]
 
     def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
         """The units that may leave, the one first that is expected to be asked for last.

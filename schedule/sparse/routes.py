@@ -48,6 +48,8 @@ class Ask(NamedTuple):
     units: tuple[int, ...]
 
 
+_PAGE_BYTES = 4096
+
 Route = tuple[Ask, ...]
 """What one call asked for, in the order of its reads."""
 
@@ -71,11 +73,10 @@ class Profile:
     storages: tuple[Storage, ...]
     traces: tuple[Trace, ...]
 
-    def pool(self, nbytes: int, *, granule: int = 4096) -> Pool:
+    def pool(self, nbytes: int) -> Pool:
         """A pool for the recorded tables, of `nbytes` bytes, or those of the largest unit if that is more."""
-        layout = _layout(self.storages, self.traces, granule)
-        smallest = smallest_pool(self.traces, layout, granule)
-        return replace(smallest, nbytes=max(smallest.nbytes, nbytes // granule * granule))
+        smallest = smallest_pool(self.traces, _layout(self.storages, self.traces, _PAGE_BYTES), _PAGE_BYTES)
+        return replace(smallest, nbytes=max(smallest.nbytes, nbytes // _PAGE_BYTES * _PAGE_BYTES))
 
     def reads(self) -> list[SparseRead]:
         """The reads by units in the order in which the routes number them."""
@@ -120,15 +121,15 @@ def profile_of(
             f"none of the {len(routes.calls)} calls of these routes asks for a unit: call the module within "
             "`with module.record_routes() as recorder:`, and save what was recorded then"
         )
-    known = routed_reads(traces, _layout(storages, traces, 1), names)
+    of_program = routed_reads(traces, _layout(storages, traces, 1), names)
     for read in routes.reads:
-        if read not in known:
+        if read not in of_program:
             raise PayloadError(
                 f"the routes are of another program: step {read.step} ({read.name}) of {read.method!r} "
                 f"reads {read.count} units of {read.unit_nbytes} bytes of {read.weight!r}, and none of this "
                 "program does: record routes of this one"
             )
-    read_of = {(key.graph, key.step): known[key] for key in routes.reads}
+    read_of = {(key.graph, key.step): of_program[key] for key in routes.reads}
     return Profile(routes, tuple(storages), tuple(_with_reads(trace, read_of) for trace in traces))
 
 

@@ -60,8 +60,7 @@ def check_pool(storages: tuple[Storage, ...], plan: Decisions) -> None:
 
 
 def _served(read: SparseRead, pool: Pool) -> bool:
-    known = 0 <= read.view.storage < len(pool.layout)
-    if not known or pool.layout[read.view.storage] < 0:
+    if not 0 <= read.view.storage < len(pool.layout) or pool.layout[read.view.storage] < 0:
         return False
     return pool.tiles if read.tiles else pool.dense or read.asked < (*read.view.shape, 0)[0]
 
@@ -375,10 +374,10 @@ def _staging_faults(schedule: Schedule, host_ranges: Sequence[Range]) -> Iterato
 def _lacks(piece: Range, host_ranges: Sequence[Range], resident: Sequence[Range]) -> bool:
     """Tell whether a byte of `piece` is in none of the ranges `host_ranges` and `resident`."""
     position = piece.start
-    for known in sorted((*host_ranges, *resident)):
-        if known.start > position:
+    for covering in sorted((*host_ranges, *resident)):
+        if covering.start > position:
             break
-        position = max(position, known.stop)
+        position = max(position, covering.stop)
     return position < piece.stop
 
 

@@ -333,11 +333,9 @@ class Walk:
         self._occupied = sum(r.nbytes for r in self._items)
         # By storage and cell, the step by whose end the spill file has the bytes; by cell, the step up to
         # whose end a copy out needs them.
-        self._saved = {(s, c): NEVER_YET for s, place in self._written(-1) for c in range(place.lo, place.hi)}
+        written = [storage_place for step in self._calls[-1].writes for storage_place in step]
+        self._saved = {(s, c): NEVER_YET for s, place in written for c in range(place.lo, place.hi)}
         self._leaving = [NEVER_YET] * memory.cells
-
-    def _written(self, number: int) -> list[tuple[int, Place]]:
-        return [written for step in self._calls[number].writes for written in step]
 
     def run(self) -> None:
         """Walk through two passes of every method. Raises PlanError at the first fault."""
@@ -408,15 +406,12 @@ class Walk:
                 raise self._fault(f"{action} {self._at(cell)}, which are not free")
         self._check_leaving(place, now - 1, action)
         self._fill(place, now)
-        self._occupied += self._nbytes(place)
+        self._occupied += sum(self._memory.extent(cell).nbytes for cell in range(place.lo, place.hi))
         self._check_room(f"in {self._step(now - begun)}")
 
     def _fill(self, place: Place, due: int) -> None:
         self._owner[place.lo : place.hi] = [place.content] * (place.hi - place.lo)
         self._due[place.lo : place.hi] = [due] * (place.hi - place.lo)
-
-    def _nbytes(self, place: Place) -> int:
-        return sum(extent.nbytes for extent in map(self._memory.extent, range(place.lo, place.hi)))
 
     def _check_leaving(self, place: Place, now: int, action: str) -> None:
         """Raise PlanError if a copy out may need bytes of these cells after the end of step `now`."""
@@ -448,7 +443,12 @@ class Walk:
             self._start_out(schedule, i, now, begun, produced)
             return
         if produced is not None:
-            self._check_saved(schedule, i, produced, now)
+            for cell in range(lo, hi):
+                if self._saved.get((produced, cell), NEVER) > now:
+                    raise self._fault(
+                        f"{_transfer(schedule, i)} brings {self._at(cell)} before they are sure to be in the "
+                        "spill file"
+                    )
         self._check_leaving(place, now, f"{_transfer(schedule, i)} may write")
         for cell in range(lo, hi):
             if self._owner[cell] != ABSENT and self._due[cell] > now:
@@ -476,15 +476,6 @@ class Walk:
             self._saved[s, cell] = begun + transfer.step
             self._leaving[cell] = max(self._leaving[cell], begun + transfer.step)
 
-    def _check_saved(self, schedule: Schedule, i: int, s: int, now: int) -> None:
-        place = self._memory.place(schedule.transfers[i])
-        for cell in range(place.lo, place.hi):
-            if self._saved.get((s, cell), NEVER) > now:
-                raise self._fault(
-                    f"{_transfer(schedule, i)} brings {self._at(cell)} before they are sure to be in the "
-                    "spill file"
-                )
-
     def _check_room(self, when: str) -> None:
         if self._memory.paged and self._occupied > self._plan.arena_bytes:
             raise PlanError(
@@ -498,13 +489,9 @@ class Walk:
             return
         cell = next(c for c, content in enumerate(self._owner) if content != boundary[c])
         is_held, expected = self._owner[cell] != ABSENT, boundary[cell] != ABSENT
-        relation = (
-            "are not those of"
-            if is_held and expected
-            else "are missing from"
-            if is_held
-            else "are gone, but in"
-        )
+        relation = "are gone, but in"
+        if is_held:
+            relation = "are not those of" if expected else "are missing from"
         raise PlanError(
             f"graph {self._call.trace.graph}: at the end of a pass {self._at(cell)} {relation} the boundary"
         )

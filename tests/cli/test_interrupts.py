@@ -194,10 +194,7 @@ def test_the_package_is_the_command_line(tmp_path):
         ("generate empty --prompt a", "empty holds no model: give the folder that has config.json or "),
         ("inspect empty", "empty is not an artifact: it has no payload.json; "),
         ("replay other --artifact empty", "empty is not an artifact: it has no payload.json; "),
-        (
-            "doctor other",
-            "other is neither a file that exists nor module:function nor a model in the ",
-        ),
+        ("doctor other", "other is neither a file that exists nor module:function nor a model in the "),
         (
             "preflight other --hardware h200",
             "other is neither a file that exists nor module:function nor a model in the ",

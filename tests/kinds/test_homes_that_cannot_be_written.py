@@ -15,8 +15,7 @@ from torch import nn
 from penstock.integrations import apply
 from penstock.runtime import cache
 from penstock.runtime.cache import Cache, remember, user_cache
-from penstock.runtime.system.atomic import write_artifact
-from penstock.runtime.system.ownership import can_others_write
+from penstock.runtime.system.atomic import can_others_write, write_artifact
 
 
 @pytest.fixture

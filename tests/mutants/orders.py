@@ -53,10 +53,7 @@ ORDER_FAULTS = {
         "self._position.method.steps + step",
     ),
     "closing does not wait for replays": OrderFault(
-        f"{DEVICE}/streamer.py",
-        "PassOrder.close",
-        "self.captured or not self._known",
-        "not self._known",
+        f"{DEVICE}/streamer.py", "PassOrder.close", "self.captured or not self._known", "not self._known"
     ),
     "events of a thread that has failed look done": OrderFault(
         f"{DEVICE}/accelerator.py", "PageableStream._recorded", "self.error is not None", "False"

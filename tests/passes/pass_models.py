@@ -47,6 +47,17 @@ def case(args, **options):
     return add
 
 
+class Linears(nn.Module):
+    """Linear layers of eight numbers, by name."""
+
+    names = ("a", "b")
+
+    def __init__(self):
+        super().__init__()
+        for name in self.names:
+            setattr(self, name, nn.Linear(8, 8))
+
+
 def rows(*shape):
     return lambda: (torch.randn(*shape),)
 
@@ -101,12 +112,7 @@ class OneStorage(nn.Module):
 
 
 @case(rows(3, 8))
-class Reused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.Linear(8, 8)
-
+class Reused(Linears):
     def forward(self, x):
         return self.a(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
@@ -172,12 +178,8 @@ class TrainingStatistics(nn.Module):
 
 
 @case(rows(3, 8))
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.Linear(8, 8)
-        self.c = nn.Linear(8, 8)
+class Branches(Linears):
+    names = ("a", "b", "c")
 
     def forward(self, x):
         y = torch.cond(x.sum() > 0, lambda x: self.a(x) + 1, lambda x: torch.relu(self.b(x)), (x,))
@@ -185,12 +187,7 @@ class Branches(nn.Module):
 
 
 @case(rows(3, 8))
-class Loop(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.Linear(8, 8)
-
+class Loop(Linears):
     def forward(self, x):
         def more(i, x):
             return i < 3
@@ -203,12 +200,7 @@ class Loop(nn.Module):
 
 
 @case(rows(4, 3, 8))
-class Scan(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.Linear(8, 8)
-
+class Scan(Linears):
     def forward(self, xs):
         def combine(carry, x):
             carry = torch.tanh(self.a(carry) + x)
@@ -219,11 +211,9 @@ class Scan(nn.Module):
 
 
 @case(rows(3, 8))
-class WithoutGrad(nn.Module):
+class WithoutGrad(Linears):
     def __init__(self):
         super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.Linear(8, 8)
         self.register_buffer("scale", torch.randn(8))
 
     def forward(self, x):
@@ -246,11 +236,8 @@ class Returned(nn.Module):
 
 
 @case(rows(3, 8))
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.idle = nn.Linear(8, 8)
+class Unused(Linears):
+    names = ("a", "idle")
 
     def forward(self, x):
         return self.a(x)
@@ -283,10 +270,8 @@ class NoWeights(nn.Module):
 
 
 @case(rows(3, 8))
-class WrittenInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
+class WrittenInput(Linears):
+    names = ("a",)
 
     def forward(self, x):
         x.mul_(2)
@@ -297,10 +282,8 @@ class WrittenInput(nn.Module):
     lambda: (torch.randn(3, 8), {"pair": [torch.randn(8), 2], "flag": True}),
     kwargs=lambda: {"scale": torch.randn(3, 1), "mode": "relu", "nothing": None},
 )
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(8, 8)
+class Nested(Linears):
+    names = ("a",)
 
     def forward(self, x, extra, *, scale, mode, nothing=None):
         y = self.a(x + extra["pair"][0]) * extra["pair"][1]

@@ -44,16 +44,7 @@ ABSENT = ("pytest", "hypothesis", "typer")
 def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path):
     path = tmp_path / "gpu.jsonl"
     path.write_text('{"step": "of another day"}')
-    arguments = [
-        "--device",
-        "cuda:7",
-        "--patience",
-        "20",
-        "--only",
-        "machine,copies",
-        "--results",
-        str(path),
-    ]
+    arguments = ["--device", "cuda:7", "--patience", "20", "--only", "machine,copies", "--results", str(path)]
     hidden = hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
     status, lines, said = run(arguments, hidden)
     assert status == 1
@@ -136,9 +127,7 @@ def test_only_results_of_the_same_device_are_continued(tmp_path, monkeypatch, ca
     first, here = tmp_path / "first.jsonl", {"product": "NVIDIA H200, 150 bytes", "scale": 1.0}
     monkeypatch.setattr(script, "seconds_since_start", lambda: 1.0)  # this process may be old
     monkeypatch.setattr(
-        isolation,
-        "run",
-        lambda name, *_: iter([{"step": name, **here}, {"step": name, "outcome": "done"}]),
+        isolation, "run", lambda name, *_: iter([{"step": name, **here}, {"step": name, "outcome": "done"}])
     )
     for product, scale, run in (
         ("NVIDIA H200, 149 bytes", 1.0, ["machine", "suite"]),  # another driver holds more

@@ -26,15 +26,7 @@ from penstock.schedule.verify.proof import verify_plan
 from tests.mutants.orders import ORDER_FAULTS
 from tests.rig import machine
 from tests.rig.rig_runs import PromptDisk, RigRun, plan_of
-from tests.runtime.device.device_runs import (
-    UNIT,
-    Case,
-    CountError,
-    Parts,
-    WrongBytesError,
-    case,
-    cases,
-)
+from tests.runtime.device.device_runs import UNIT, Case, CountError, Parts, WrongBytesError, case, cases
 from tests.runtime.device.simulated.faults import Passing
 from tests.runtime.training.spill_plans import spilling_plan
 

@@ -18,6 +18,13 @@ def check(package):
     return done.returncode, done.stdout
 
 
+def found(package):
+    """What the check of a package says that finds something."""
+    status, output = check(package)
+    assert status == 1
+    return output
+
+
 @pytest.fixture
 def package(tmp_path):
     """A package in order: `runtime` uses `schedule`, and a circle exists for type checkers only."""
@@ -58,24 +65,18 @@ def test_nothing_is_found_in_a_package_in_order(package):
 def test_a_circle_is_found_wherever_its_imports_stand(package, back):
     write(package.parent, "schedule/typed", "from penstock.schedule.plan import X\n")
     write(package.parent, "schedule/plan", back)
-    status, output = check(package)
-    assert status == 1
-    assert "2 modules import one another in a circle" in output
+    assert "2 modules import one another in a circle" in found(package)
 
 
 def test_an_import_against_the_flow_is_found(package):
     write(package.parent, "passes/trace", "def f():\n    from penstock.runtime.run import X\n")
-    status, output = check(package)
-    assert status == 1
-    assert "passes may not import runtime.run" in output
+    assert "passes may not import runtime.run" in found(package)
 
 
 @pytest.mark.parametrize("line", ["from .. import planner", "from ..planner import floor", "from . import x"])
 def test_a_relative_import_is_found(package, line):
     write(package.parent, "schedule/plan", f"def late():\n    {line}\n")
-    status, output = check(package)
-    assert status == 1
-    assert "plan.py:2: relative import of ." in output
+    assert "plan.py:2: relative import of ." in found(package)
 
 
 @pytest.mark.parametrize("line", ["import torch", "from torch import fx", "import torch.nn"])
@@ -83,16 +84,13 @@ def test_torch_is_found_where_it_may_not_be(package, line):
     write(package.parent, "runtime/run", f"{line}\n")
     assert check(package)[0] == 0
     write(package.parent, "schedule/plan", f"{line}\n")
-    status, output = check(package)
-    assert status == 1
-    assert "plan.py:1: schedule may not import torch" in output
+    assert "plan.py:1: schedule may not import torch" in found(package)
 
 
 def test_a_crowd_and_a_folder_without_a_purpose_are_found(package):
     for number in range(15):
         write(package.parent, f"runtime/arena/kind{number}", "")
-    status, output = check(package)
-    assert status == 1
+    output = found(package)
     assert "15 files side by side" in output
     assert "no __init__.py that says" in output
 
@@ -102,7 +100,6 @@ def test_rooms_of_capabilities_and_libraries_are_shut_also_for_types(package):
     write(package.parent, "runtime/registered", line)
     assert check(package)[0] == 0
     write(package.parent, "runtime/run", f"{line}    import transformers\n")
-    status, output = check(package)
-    assert status == 1
+    output = found(package)
     assert "run.py:2: only passes.annotate and runtime.registered may import runtime.sparse.units" in output
     assert "run.py:3: only cli.generate, integrations, models may import transformers" in output

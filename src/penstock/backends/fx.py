@@ -186,6 +186,11 @@ def with_facts(
 
     Raises:
         PassError: The weights of the graph have lost their names; or as for `reobserve`.
+
+    Example:
+        >>> graph = penstock.backends.fx.with_facts(exported.graph_module, penstock.annotate(exported))
+        >>> next(iter(graph.graph.nodes)).meta["custom"]["penstock"]
+        {'weight': '0.weight'}
     """
     method = _method(payload, method)
     copied = inline_grad_regions(inline_transforms(copy_graph_module(graph_module)))
@@ -220,6 +225,11 @@ def reobserve(graph_module: fx.GraphModule, payload: Payload, method: str | None
     Raises:
         PassError: The graph writes or returns a weight that streamed before, calls a module that is no graph
             module, or there is no such method.
+
+    Example:
+        >>> payload = penstock.annotate(exported)
+        >>> penstock.backends.fx.reobserve(exported.graph_module, payload).traces == payload.traces
+        True
     """
     method = _method(payload, method)
     opaque = [n for n in graph_module.graph.nodes if n.op == "call_module" and not subgraphs_of(n)]
@@ -238,9 +248,9 @@ def reobserve(graph_module: fx.GraphModule, payload: Payload, method: str | None
                 f"weight {names[s]!r} is {state} by the graph, and was not when it was annotated: leave the "
                 "weight out of that pass, or annotate the program behind it"
             )
-    described = next(known for known in payload.methods if known.name == method)
+    described = next(candidate for candidate in payload.methods if candidate.name == method)
     trace = read_together(observe(usage, payload.storages, described, PRESET_CPU), payload.weights)
-    traces = tuple(trace if known.method == method else known for known in payload.traces)
+    traces = tuple(trace if before.method == method else before for before in payload.traces)
     return replace(payload, traces=traces)
 
 
@@ -258,6 +268,12 @@ def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: st
     Raises:
         PassError: A name is no weight's, a step reads nothing that streams, or no step reads a weight that
             was read before.
+
+    Example:
+        >>> order = [[f"{k}.weight", f"{k}.bias"] for k in range(4)]
+        >>> payload = penstock.backends.fx.with_order(penstock.annotate(exported), order)
+        >>> [step.name for step in payload.traces[0].steps]
+        ['step_0', 'step_1', 'step_2', 'step_3']
     """
     before = trace_of(payload, _method(payload, method))
     storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
@@ -288,7 +304,7 @@ def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: st
         )
     trace = with_times(replace(before, steps=tuple(steps)), PRESET_CPU)
     trace = read_together(trace, payload.weights)
-    return replace(payload, traces=tuple(trace if known is before else known for known in payload.traces))
+    return replace(payload, traces=tuple(trace if other is before else other for other in payload.traces))
 
 
 def lower(
@@ -305,6 +321,11 @@ def lower(
 
     Raises:
         PassError: As for `reobserve`.
+
+    Example:
+        >>> graph, payload = penstock.backends.fx.lower(exported.graph_module, penstock.annotate(exported))
+        >>> sum("acquire" in str(node.target) for node in graph.graph.nodes)
+        4
     """
     bare = with_facts(without_probes(graph_module), payload, method=method)
     payload = reobserve(bare, payload, method)
@@ -317,6 +338,11 @@ def torch_pass(run: Callable[[fx.GraphModule], fx.GraphModule]) -> Callable[[fx.
     Args:
         run: A pass of penstock's kind, which takes a graph module and returns one: `FxBackend.lower`, a
             `Pipeline`, and every pass of docs/passes.md.
+
+    Example:
+        >>> run = penstock.backends.fx.torch_pass(lambda graph_module: graph_module)
+        >>> run(exported.graph_module).modified
+        False
     """
 
     def run_pass(graph_module: fx.GraphModule) -> PassResult:
@@ -363,6 +389,13 @@ def annotated_partitions(
 
     Raises:
         PassError: No region reads a weight that streams, or the weights of the graph have lost their names.
+
+    Example:
+        >>> payload = penstock.annotate(exported)
+        >>> graph = penstock.backends.fx.with_facts(exported.graph_module, payload)
+        >>> (region,) = penstock.backends.fx.annotated_partitions(graph, payload)
+        >>> region.steps, region.nbytes
+        ((0, 1, 2, 3), 66560)
     """
     method = _method(payload, method)
     if inline_grad_regions(graph_module) is not graph_module:
@@ -412,7 +445,7 @@ class NamedNodes(OperatorSupportBase):
 
 
 def _method(payload: Payload, method: str | None) -> str:
-    names = [known.name for known in payload.methods]
+    names = [described.name for described in payload.methods]
     if method is None and len(names) > 1:
         raise PassError(f"the payload has the methods {names}: name one of them with method=")
     if method is not None and method not in names:

@@ -23,7 +23,7 @@ from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PassError, PayloadError
-from penstock.schedule.facts.model import Part, Weight
+from penstock.schedule.facts.model import Weight
 
 MODEL, PAYLOAD = "model.onnx", "payload.json"
 LARGE = 64 << 10
@@ -81,15 +81,12 @@ def _check_weights(backend: FxBackend) -> None:
                 f"the program writes the buffer {weight.fqn!r}, and a session has no state: hand it in as an "
                 "input, and out as an output"
             )
-        if part.dtype not in _DTYPES or part.stride != _strides(part):
+        dense = torch.empty(part.shape, device="meta").stride()
+        if part.dtype not in _DTYPES or part.stride != dense:
             raise PassError(
                 f"weight {weight.fqn!r} is {part.dtype} with strides {list(part.stride)}, which onnxruntime "
                 "cannot read where it lies: make it contiguous, in a dtype of numpy's"
             )
-
-
-def _strides(part: Part) -> tuple[int, ...]:
-    return torch.empty(part.shape, device="meta").stride()
 
 
 def _external(value: Any, weight: Weight, backend: FxBackend, folder: Path) -> Any:

@@ -112,13 +112,13 @@ class _Following(fx.Interpreter):
     """Notes the value of each node in its `meta["val"]`; those that cannot be known are `_UNKNOWN`."""
 
     def run_node(self, n: fx.Node) -> Any:
-        known = not any(self.env[operand] is _UNKNOWN for operand in n.all_input_nodes)
+        computable = not any(self.env[operand] is _UNKNOWN for operand in n.all_input_nodes)
         if n.op == "call_module":
-            known = known and isinstance(self.module.get_submodule(str(n.target)), fx.GraphModule)
+            computable = computable and isinstance(self.module.get_submodule(str(n.target)), fx.GraphModule)
         n.meta["val"] = _UNKNOWN
         if n.op == "output":
             return None
-        if known and n.target not in (ACQUIRE, RELEASE):
+        if computable and n.target not in (ACQUIRE, RELEASE):
             try:
                 n.meta["val"] = super().run_node(n)
             except Exception:  # what an operator raises on values that it has to see is up to the operator
@@ -180,6 +180,15 @@ class LoadedPayload:
     Attributes:
         payload: The facts of the program.
         plan: The plan that it runs.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> backend = penstock.backends.fx.FxBackend(pathlib.Path(tempfile.mkdtemp()))
+        >>> graph = backend.lower(backend.annotate(exported)["forward"])
+        >>> with backend.load(backend.payload(), "50%") as weights:
+        ...     output = weights.bind(graph)(x)
+        >>> weights.stats.passes, weights.plan.budget
+        (1, 33280)
     """
 
     def __init__(

@@ -168,7 +168,8 @@ def _download(name: str) -> Path:
 
     try:
         stored = HfApi().model_info(name, files_metadata=True).siblings or []
-        files = [file for file in stored if _is_downloaded(file.rfilename)]
+        top = [file for file in stored if "/" not in file.rfilename]
+        files = [file for file in top if any(fnmatchcase(file.rfilename, form) for form in _DOWNLOADED)]
         if not any(file.rfilename.endswith(".safetensors") for file in files):
             raise SourceError(f"{name} has no model.safetensors on the hub: choose a model that has one")
         nbytes = sum(file.size or 0 for file in files)
@@ -181,10 +182,6 @@ def _download(name: str) -> Path:
             f"{name!r} is neither a folder nor a model in the local cache, and cannot be downloaded now "
             f"({first_line(error)}): download it with `hf download {name}`"
         ) from error
-
-
-def _is_downloaded(path: str) -> bool:
-    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in _DOWNLOADED)
 
 
 def read_tokenizer(folder: Path, *, chat: bool) -> Any:

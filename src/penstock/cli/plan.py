@@ -142,14 +142,10 @@ def _print(artifact: Path, program: Program, advice: Advice) -> None:
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
     if advice.comparison is not None:
-        console.print_table(
-            "Beside other policies, in the same model",
-            ("policy", "a pass", "times the plan"),
-            [
-                [row["policy"], format_time(row["seconds"] * 1e9), f"{row['times']:.2f}"]
-                for row in advice.comparison
-            ],
-        )
+        names = ("policy", "a pass", "times the plan")
+        compared = ((row["policy"], row["seconds"] * 1e9, row["times"]) for row in advice.comparison)
+        rows = [[policy, format_time(ns), f"{times:.2f}"] for policy, ns, times in compared]
+        console.print_table("Beside other policies, in the same model", names, rows)
     if advice.points is not None:
         _print_sweep(advice.points)
 
@@ -173,11 +169,7 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
         ("streamed each pass", streamed),
-        *(
-            [("pool", holds), ("waiting for units", f"{waits}; measured in a load")]
-            if has_costly_pool(plan)
-            else []
-        ),
+        *([("pool", holds), ("waiting for units", f"{waits}; measured in a load")] * has_costly_pool(plan)),
         *([("kept values", _values(program, plan, ways.count("out")))] if plan.produced else []),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
         ("best possible", bound),

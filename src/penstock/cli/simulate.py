@@ -63,23 +63,16 @@ def simulate(
 
 
 def _print_on_clock(artifact: Path, result: dict[str, Any]) -> None:
-    def time(key: str) -> str:
-        return format_time(result[key])
-
-    console.print_facts(
-        f"{artifact}: {result['method']}",
-        [
-            ("first pass", f"{time('first_ns')}, {time('first_stall_ns')} of it waiting"),
-            ("steady pass", f"{time('period_ns')}, {time('stall_ns')} of it waiting"),
-            ("predicted", f"{time('predicted_ns')}, compute {time('compute_ns')}"),
-            ("copied", f"{format_size(result['copied_bytes'])} a pass"),
-            *(
-                [("written", f"{format_size(result['written_bytes'])} a pass")]
-                if result["written_bytes"]
-                else []
-            ),
-        ],
-    )
+    times = {key: format_time(value) for key, value in result.items() if key.endswith("_ns")}
+    facts = [
+        ("first pass", f"{times['first_ns']}, {times['first_stall_ns']} of it waiting"),
+        ("steady pass", f"{times['period_ns']}, {times['stall_ns']} of it waiting"),
+        ("predicted", f"{times['predicted_ns']}, compute {times['compute_ns']}"),
+        ("copied", f"{format_size(result['copied_bytes'])} a pass"),
+    ]
+    if result["written_bytes"]:
+        facts.append(("written", f"{format_size(result['written_bytes'])} a pass"))
+    console.print_facts(f"{artifact}: {result['method']}", facts)
     if "calls" in result:
         _print_calls(result["calls"])
     longest = sorted(result["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]

@@ -63,6 +63,14 @@ class Applied:
     """A model or a pipeline whose components stream: what `apply` returns, and `load` keeps.
 
     The end of a `with` statement restores the model, unless it is one of `load`, which was never in memory.
+
+    Example:
+        >>> applied = penstock.integrations.apply(torch.nn.Linear(64, 64), memory="64MiB", cache="cache")
+        >>> applied.freed_bytes, applied.memory
+        (16640, 67108864)
+        >>> applied.restore()
+        >>> applied.freed_bytes
+        0
     """
 
     def __init__(
@@ -416,6 +424,12 @@ def load(
         PassError: `train` and `adapter` are not given together; or as for `apply`.
         BudgetError, StreamError: As for `apply`.
         TypeError: There is no such option.
+
+    Example:
+        What the library can do with its object stays:
+
+            model = load("Qwen/Qwen3-8B", memory="8GB")
+            model.generate(**inputs)
     """
     refuse_unknown(unknown)
     adapting = Adapting.asked(adapter, train=train)

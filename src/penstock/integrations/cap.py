@@ -180,11 +180,11 @@ class Cap:
     @contextmanager
     def counting_kernels(self, shapes: Mapping[int | str, object]) -> Iterator[None]:
         """Count kernels that torch keeps of the first call of a plan with such inputs; masks have none."""
-        known = str([pair for pair in shapes.items() if "mask" not in str(pair)])
-        if not self._counts_own or self._calls > 1 or known in self._shapes:  # a call around it counts them
+        shown = str([pair for pair in shapes.items() if "mask" not in str(pair)])
+        if not self._counts_own or self._calls > 1 or shown in self._shapes:  # a call around it counts them
             yield
             return
-        self._shapes.add(known)
+        self._shapes.add(shown)
         before = made_code_bytes()
         try:
             yield

@@ -23,9 +23,9 @@ _FEATURES = ("get_image_features", "get_video_features", "get_audio_features", "
 def components_of(model: Any) -> dict[str, nn.Module]:
     """Return the modules of a model or a pipeline by name. Raises PassError where there are none."""
     if isinstance(model, nn.Module):
-        get_base: Any = getattr(model, "get_base_model", lambda: model)  # whose own methods peft calls
-        module: nn.Module = get_base()
-        return {type(module).__name__: module}
+        if hasattr(model, "get_base_model"):  # peft wraps a model, and calls the model's own methods
+            model = model.get_base_model()  # type: ignore[operator]
+        return {type(model).__name__: model}
     components = getattr(model, "components", None)
     if not isinstance(components, dict):
         hint = ": give its model" if isinstance(getattr(model, "model", None), nn.Module) else ""
@@ -34,11 +34,12 @@ def components_of(model: Any) -> dict[str, nn.Module]:
         expected = "expected a module, a transformers model or a diffusers pipeline"
         raise PassError(f"{expected}, got a {type(model).__name__}{hint}")
     _refuse_stand_ins(model, components)
-    streamed = [_streamed(name, part) for name, part in components.items() if isinstance(part, nn.Module)]
     modules: dict[str, nn.Module] = {}
-    for name, module in streamed:
-        if module not in modules.values():  # a pipeline may hold one under several names
-            modules[name] = module
+    for name, component in components.items():
+        if isinstance(component, nn.Module):
+            path, module = _streamed(name, component)
+            if module not in modules.values():  # a pipeline may hold a module under several names
+                modules[path] = module
     if not modules:
         raise PassError(f"the {type(model).__name__} has no component that is a module")
     _refuse_shared(modules)

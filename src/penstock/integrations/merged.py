@@ -16,11 +16,7 @@ from torch import nn
 from penstock.integrations.applied import load
 from penstock.integrations.emptied.absent import value_of
 from penstock.integrations.saved import refuse_folder, refuse_model, save_model, write_folder
-from penstock.integrations.training.adapting import (
-    refuse_folder_without,
-    refuse_other_model,
-    refusing,
-)
+from penstock.integrations.training.adapting import refuse_folder_without, refuse_other_model, refusing
 from penstock.runtime.checkpoint.convert import Converted
 from penstock.runtime.files.artifact_files import Progress
 from penstock.schedule.facts.errors import SourceError

@@ -174,10 +174,8 @@ def keep_converted(
     where the checkpoint changes meanwhile.
     """
     stored, computed = checkpoint.tensors, computed_buffers(module)
-    weights = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    weights: list[tuple[str, torch.Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+    weights += module.named_buffers(remove_duplicate=False)
     names_of = {fqn: tensor_names(fqn, names) for fqn, _ in weights}
     changes = {
         (name, fqn): _Change(name, stored[name], dtype_name(value.dtype))

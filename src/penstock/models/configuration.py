@@ -64,16 +64,15 @@ def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]
     converter = sources[0][1]
     if converter is None:
         return (sources[0][0],) if len(sources) == 1 else ()
-    operations = [
-        (type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations
-    ]
+    operations = [(type(action).__name__, getattr(action, "dim", None)) for action in converter.operations]
     by_pattern: dict[str | None, list[str]] = {pattern: [] for pattern in converter.source_patterns}
     for name, _, pattern in sources:
         by_pattern[pattern].append(name)
-    lists = [
-        sorted(matching, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-        for matching in by_pattern.values()
-    ]
+
+    def numbers_in(name: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", name)]
+
+    lists = [sorted(matching, key=numbers_in) for matching in by_pattern.values()]
     if operations == _STACKED:
         return tuple(lists[0]) if len(lists) == 1 else ()
     if operations == _ONE_AFTER_ANOTHER:

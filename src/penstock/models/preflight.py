@@ -322,6 +322,12 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
     Raises:
         PlanError: There is no such hardware.
         BudgetError: A value is no size.
+
+    Example:
+        A model's configuration is enough, and nothing is built:
+
+            model = read_model("qwen3-8b/config.json", tokens=2048)
+            print(*find(model, "rtx4070", "9GB").verdict)
     """
     machine = find_hardware(hardware)
     storages = model.payload.storages

@@ -159,15 +159,13 @@ def _from_file(path: Path, method: Method) -> list[Any]:
         for leaf in tensors:
             _refuse_other_shape(path, leaf, file.entries[leaf.name].shape, method)
         tensors_given = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors}
-    return [
-        _given(leaf, tensors_given[leaf.name]) if leaf.value is None else _constant(leaf)
-        for leaf in method.inputs
-    ]
-
-
-def _given(leaf: Input, value: torch.Tensor) -> Any:
-    """The value of an input that a tensor in a file stands for: the tensor itself, or its only number."""
-    return value if leaf.dtype not in _NUMBERS else _NUMBERS[leaf.dtype](value.item())
+    values: list[Any] = []
+    for leaf in method.inputs:
+        value: Any = tensors_given[leaf.name] if leaf.value is None else _constant(leaf)
+        if leaf.value is None and leaf.dtype in _NUMBERS:
+            value = _NUMBERS[leaf.dtype](value.item())
+        values.append(value)
+    return values
 
 
 def _refuse_other_shape(path: Path, leaf: Input, shape: tuple[int, ...], method: Method) -> None:
@@ -180,10 +178,9 @@ def _refuse_other_shape(path: Path, leaf: Input, shape: tuple[int, ...], method:
         return
     limits = {symbol.name: (symbol.lower, symbol.upper) for symbol in method.symbols}
     sizes = [limits[size] if isinstance(size, str) else (size, size) for size in leaf.shape]
-    if len(sizes) != len(shape) or any(
-        got < least or (most is not None and got > most)
-        for got, (least, most) in zip(shape, sizes, strict=True)
-    ):
+    pairs = zip(shape, sizes, strict=False)
+    fits = all(least <= got and (most is None or got <= most) for got, (least, most) in pairs)
+    if len(sizes) != len(shape) or not fits:
         raise StreamError(f"{path} has {leaf.name} of the shape {list(shape)}, expected {list(leaf.shape)}")
 
 
@@ -207,10 +204,8 @@ def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]
             )
     generator = torch.Generator().manual_seed(seed)
     try:
-        return [
-            _constant(leaf) if leaf.value is not None else _random(leaf, chosen, generator)
-            for leaf in method.inputs
-        ]
+        inputs = method.inputs
+        return [_random(x, chosen, generator) if x.value is None else _constant(x) for x in inputs]
     except (RuntimeError, TypeError, ValueError) as error:  # raised for sizes that no tensor can have
         raise StreamError(
             f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "

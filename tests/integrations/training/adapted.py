@@ -58,6 +58,13 @@ def equal(one, other):
     return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+def check_streamed(applied):
+    """Weights were moved, and none came late."""
+    (component,) = applied.components.values()
+    assert component.stats.misses == 0
+    assert component.stats.bytes_moved > 0
+
+
 def checkpointed(model, how):
     """Have layers computed again in the backward: by the newer way, the older one, or not."""
     if how is not None:

@@ -1,10 +1,8 @@
 """torch.compile with the backend "penstock": pieces of one module, one budget, the same bits."""
 
 import copy
-import gc
 import os
 import threading
-import warnings
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 
 import penstock
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("quiet")]
 WIDTH = 128
 BUDGET = {"budget": "50%", "resident_below": "4KiB"}
 
@@ -38,17 +36,6 @@ class Branching(nn.Module):
         if x.sum() > 0:  # another break, and a branch that only some calls take
             x = x @ self.mix[WIDTH:]
         return self.again(x)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Dynamo starts anew, and warns about itself."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def saved(module, folder):

@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_leaves_nothing(engine, kind, artifact, tmp_pat
 def place_for(folder, artifact):
     program = penstock.open(artifact)
     plan = spilling_plan(program.payload)
-    open_spill_file(folder, with_places(program.payload.storages, plan, 1), plan)
+    open_spill_file(folder, with_places(program.payload.storages, plan, 1))
 
 
 def test_a_folder_that_is_no_folder_or_cannot_be_written_to(artifact, tmp_path):

@@ -117,9 +117,7 @@ def stronger(rule):
         known(
             program,
             replace(
-                hardware,
-                link_in_flight_bytes=int(1.01 * in_flight),
-                link_latency_ns=int(1.01 * latency_ns),
+                hardware, link_in_flight_bytes=int(1.01 * in_flight), link_latency_ns=int(1.01 * latency_ns)
             ),
         )
 

@@ -13,20 +13,13 @@ from penstock.schedule.report.drawing import save_report
 from penstock.schedule.report.pictures import views_of
 from penstock.schedule.space.layout import packed_arena
 from tests.hunt import nightly_but
-from tests.schedule.report.report_browser import Page, open_browser
+from tests.schedule.report.report_browser import Page
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.traces import equal_problem
 
 MOST_BYTES = 1_000_000
 COMPUTE, LINK = ("lanes", 0.25), ("lanes", 0.75)
 """The lanes of a plan with one link: the part of the picture, and the share of its height."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    driver = open_browser()
-    yield driver
-    driver.quit()
 
 
 def save(folder, plan, **options):

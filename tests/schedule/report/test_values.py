@@ -28,7 +28,7 @@ from penstock.schedule.report.pictures import (
     views_of,
 )
 from penstock.schedule.report.verdict import copying_ns, limit_of, verdict
-from tests.schedule.report.report_browser import Page, open_browser
+from tests.schedule.report.report_browser import Page
 from tests.schedule.test_produced import layers, outs_of, random_problem
 from tests.schedule.traces import machine
 
@@ -170,13 +170,6 @@ def test_the_timeline_names_outs(tmp_path):
     assert any(one["args"].get("writes") for one in events if one.get("cat") == "read")
     assert any(one["name"] == "stall for copies out" for one in events)
     assert "link out" in terminal_timeline(spilling(duplex=True))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    driver = open_browser()
-    yield driver
-    driver.quit()
 
 
 def test_the_page_names_what_leaves(browser, tmp_path):

@@ -215,15 +215,15 @@ def _method_facts(specs: Sequence[Sequence[CompileSpec]]) -> MethodFacts:
 def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[ExportedProgram]]) -> dict[str, str]:
     """Adds the code of all regions to what the `.pte` will hold; returns its keys by the names of regions."""
     keys: dict[str, str] = {}
-    known: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     for method, of_method in programs.items():
         for number, program in enumerate(of_method):
             text = text_of(program)
-            if text not in known:
+            if text not in key_of:
                 code = region_program(program)
-                known[text] = hashed_key(PROGRAM, code)
-                store.add_named_data(known[text], code, alignment=BLOCK)
-            keys[f"{method}_{number}"] = known[text]
+                key_of[text] = hashed_key(PROGRAM, code)
+                store.add_named_data(key_of[text], code, alignment=BLOCK)
+            keys[f"{method}_{number}"] = key_of[text]
     return keys
 
 

@@ -40,7 +40,7 @@ from penstock.passes.lowering.archive import PACKAGE
 from penstock.passes.lowering.inductor import Compiled, lower, write_package
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Input, Method
+from penstock.schedule.facts.model import Method
 from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import ProgramFile
 
@@ -107,13 +107,9 @@ def checked_inputs(region: Method, method: MethodFacts) -> Method:
         [*method.guards, *expressions][0],
     )
     examples = {symbol.name: symbol.example for symbol in symbols}
-    return replace(
-        region, inputs=tuple(_with_sizes(input_facts, examples) for input_facts in inputs), symbols=()
-    )
-
-
-def _with_sizes(input_facts: Input, examples: Mapping[str, int]) -> Input:
-    return replace(input_facts, shape=tuple(examples.get(str(size), size) for size in input_facts.shape))
+    shapes = (tuple(examples.get(str(size), size) for size in input_facts.shape) for input_facts in inputs)
+    sized = (replace(facts, shape=shape) for facts, shape in zip(inputs, shapes, strict=True))
+    return replace(region, inputs=tuple(sized), symbols=())
 
 
 def _package(compiled: Compiled) -> bytes:
@@ -236,9 +232,9 @@ def text_of(exported: ExportedProgram) -> str:
     for position, node in enumerate(exported.graph.nodes):
         names[node.name] = f"%{position}"
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda operand: _Name(names[operand.name]))
-        lines.append(
-            f"{names[node.name]} = {node.op} {_target(node)} {args} -> {_described(node.meta.get('val'))}"
-        )
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        value = pytree.tree_map_only(torch.Tensor, _geometry, node.meta.get("val"))
+        lines.append(f"{names[node.name]} = {node.op} {target} {args} -> {value}")
     signature = exported.graph_signature
     inputs = [(spec.kind.name, names.get(spec.arg.name)) for spec in signature.input_specs]
     name_of = {str(spec.target): names.get(spec.arg.name) for spec in signature.input_specs if spec.target}
@@ -257,12 +253,8 @@ class _Name(str):
         return str(self)
 
 
-def _target(node: fx.Node) -> str:
-    return "" if node.op in ("placeholder", "output") else str(node.target)
-
-
-def _described(value: object) -> str:
-    return str(pytree.tree_map_only(torch.Tensor, lambda t: (t.dtype, tuple(t.shape), t.stride()), value))
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _with_weights_as_inputs(exported: ExportedProgram) -> ExportedProgram:
@@ -273,12 +265,10 @@ def _with_weights_as_inputs(exported: ExportedProgram) -> ExportedProgram:
     order = [*user_inputs, *(name for name in specs if name not in user_inputs)]
     graph_module = _with_inputs_in_order(exported.graph_module, order)
     input_of = {str(spec.target): name for name, spec in specs.items() if spec.target is not None}
-    outputs = [
-        OutputSpec(OutputKind.USER_INPUT_MUTATION, spec.arg, input_of[str(spec.target)])
-        if spec.kind is OutputKind.BUFFER_MUTATION
-        else spec
-        for spec in signature.output_specs
-    ]
+    outputs = list(signature.output_specs)
+    for k, spec in enumerate(outputs):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            outputs[k] = OutputSpec(OutputKind.USER_INPUT_MUTATION, spec.arg, input_of[str(spec.target)])
     inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(name=name), None) for name in order]
     new = ExportGraphSignature(inputs, outputs)
     in_spec = pytree.tree_flatten((tuple(order), {}))[1]

@@ -124,10 +124,7 @@ _FORMATTED = {
     "_empty_dim_order": torch.ops.aten.empty.memory_format,
 }
 
-_FORMATS = {
-    (0, 2, 3, 1): torch.channels_last,
-    (0, 2, 3, 4, 1): torch.channels_last_3d,
-}
+_FORMATS = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
 
 
 def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
@@ -412,17 +409,17 @@ def _named(tensors: Mapping[str, Weight], regions: Sequence[RegionProgram]) -> d
     return named
 
 
-def aliases_of(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
+def aliases_of(by_fqn: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
     """The weights that are other names of known ones."""
     aliases: dict[str, Weight] = {}
     for facts in methods.values():
         memory: dict[int, Weight] = {}
         for alias in facts.aliases:
-            if alias.fqn in known:
-                memory.setdefault(alias.part.storage, known[alias.fqn])
+            if alias.fqn in by_fqn:
+                memory.setdefault(alias.part.storage, by_fqn[alias.fqn])
         for alias in facts.aliases:
             weight = memory.get(alias.part.storage)
-            if weight is not None and alias.fqn not in known:
+            if weight is not None and alias.fqn not in by_fqn:
                 part = replace(alias.part, storage=weight.parts[0].storage)
                 aliases[alias.fqn] = Weight(alias.fqn, alias.role, weight.device, (part,))
     return list(aliases.values())

@@ -427,11 +427,19 @@ class Exported:
         return (arena(self.payload).kind,)
 
     def floor(self, *, arena: str) -> int:
-        """Return the smallest budget in bytes for an `arena`, with what the export keeps in memory."""
+        """Return the smallest budget in bytes, with what the export keeps in memory.
+
+        Args:
+            arena: One of `arenas()`.
+        """
         return floor_of(self.payload, kept_by_all(self.payload)).upper_bytes
 
     def place_of(self, part: Part) -> tuple[Path, int] | None:
-        """Return the file of `part` and its absolute offset there; None for one that no file has."""
+        """Return the file of a part and its absolute offset there; None for one that no file has.
+
+        Args:
+            part: A part of one of the payload's weights.
+        """
         extents = self.payload.storages[part.storage].extents
         if not extents:
             return None

@@ -161,16 +161,16 @@ def _facts(cached: Entry) -> dict[str, Any]:
 def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row for the entries of a kind that are made for one model, by model: kinds as in _WORDS."""
     groups: dict[tuple[str, str], Group] = {}
+    kinds = [*_WORDS]
     for cached in sorted(
-        entries, key=lambda cached: (not cached.made_for, _for(cached), [*_WORDS].index(cached.kind))
+        entries, key=lambda cached: (not cached.made_for, _for(cached), kinds.index(cached.kind))
     ):
         groups.setdefault((cached.kind, _for(cached)), []).append(cached)
-    for (kind, made_for), some in groups.items():
-        words = _WORDS[kind].format(number=len(some), s="" if len(some) == 1 else "s")
-        used = (
-            "in use" if any(cached.in_use for cached in some) else _ago(max(cached.used for cached in some))
-        )
-        yield made_for, words, format_size(sum(cached.nbytes for cached in some)), used
+    for (kind, made_for), group in groups.items():
+        words = _WORDS[kind].format(number=len(group), s="" if len(group) == 1 else "s")
+        in_use = any(cached.in_use for cached in group)
+        used = "in use" if in_use else _ago(max(cached.used for cached in group))
+        yield made_for, words, format_size(sum(cached.nbytes for cached in group)), used
 
 
 def _for(cached: Entry) -> str:

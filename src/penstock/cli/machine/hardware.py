@@ -96,11 +96,9 @@ def _print_measured(figures: Sequence[Measurement]) -> None:
     used = [figure for figure in figures if figure.is_fresh(time.time())]
     if doubts := [(figure, ", ".join(figure.doubts())) for figure in used if any(figure.doubts())]:
         console.print_sentences([_DOUBTFUL])
-        console.print_sentences([f"{_named(figure)} {why}" for figure, why in doubts], indent="  ")
-
-
-def _named(figure: Measurement) -> str:
-    return figure.subject.title + (f" of {figure.subject.what}" if figure.subject.where else "")
+        for figure, why in doubts:
+            of_file = f" of {figure.subject.what}" if figure.subject.where else ""
+            console.print_sentences([f"{figure.subject.title}{of_file} {why}"], indent="  ")
 
 
 def _subject(figure: Measurement) -> tuple[str, str, str]:
@@ -133,17 +131,11 @@ def _show_preset(preset: Hardware, *, json: bool) -> None:
 
 def _presets(presets: Sequence[Hardware]) -> tuple[tuple[str, ...], list[list[str]]]:
     columns = ("name", "TFLOP/s", "memory GB/s", "weights GB/s", "disk GB/s", "memory GB")
-    rows = [
-        [
-            preset.name,
-            f"{preset.flops_per_s / 1e12:g}",
-            _gb(preset.memory_bytes_per_s),
-            _gb(preset.link_bytes_per_s),
-            _gb(preset.disk_bytes_per_s),
-            _gb(preset.memory_nbytes),
-        ]
-        for preset in presets
-    ]
+    rows = []
+    for preset in presets:
+        rates = (preset.memory_bytes_per_s, preset.link_bytes_per_s, preset.disk_bytes_per_s)
+        figures = map(_gb, (*rates, preset.memory_nbytes))
+        rows.append([preset.name, f"{preset.flops_per_s / 1e12:g}", *figures])
     return columns, rows
 
 

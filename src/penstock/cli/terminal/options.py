@@ -197,6 +197,10 @@ def offer(*names: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
+def _one_of(noun: str, names: Sequence[str], help: str) -> Any:
+    return typer.Option(help=help, callback=check_choice(noun, names), autocompletion=offer(*names))
+
+
 Artifact = Annotated[
     Path,
     typer.Argument(help="An artifact folder, NAME.penstock.", callback=check_artifact, show_default=False),
@@ -225,30 +229,16 @@ Trust = Annotated[
         "--trust", help="Run code of this file as well: you trust whoever made it (docs/security.md)."
     ),
 ]
+_KEPT = "What a program that is trained keeps for its backward: keep or layers."
+_DTYPE = "For floating-point tensors, instead of what they have: bfloat16, float16, float32."
 ArenaName = Annotated[
-    str | None,
-    typer.Option(
-        help="mapped, contiguous or paged instead of the fastest.",
-        callback=check_choice("arena", _ARENAS),
-        autocompletion=offer(*_ARENAS),
-    ),
+    str | None, _one_of("arena", _ARENAS, "mapped, contiguous or paged instead of the fastest.")
 ]
-Activations = Annotated[
-    str,
-    typer.Option(
-        help="What a program that is trained keeps for its backward: keep or layers.",
-        callback=check_choice("way to keep activations", _ACTIVATIONS),
-        autocompletion=offer(*_ACTIVATIONS),
-    ),
-]
+Activations = Annotated[str, _one_of("way to keep activations", _ACTIVATIONS, _KEPT)]
 EngineName = Annotated[
-    str,
-    typer.Option(
-        help="What executes the plan on a CPU: auto, native or python.",
-        callback=check_choice("engine", _ENGINES),
-        autocompletion=offer(*_ENGINES),
-    ),
+    str, _one_of("engine", _ENGINES, "What executes the plan on a CPU: auto, native or python.")
 ]
+DtypeName = Annotated[str | None, _one_of("dtype", _DTYPES, _DTYPE)]
 HardwareName = Annotated[
     str,
     typer.Option(
@@ -280,13 +270,5 @@ DeviceName = Annotated[
         help="cpu, cuda, cuda:1, sim, or sim:NAME with any preset, such as sim:rtx4090.",
         callback=check_device,
         autocompletion=offer("cpu", "cuda", "sim", *(f"sim:{name}" for name in PRESETS)),
-    ),
-]
-DtypeName = Annotated[
-    str | None,
-    typer.Option(
-        help="For floating-point tensors, instead of what they have: bfloat16, float16, float32.",
-        callback=check_choice("dtype", _DTYPES),
-        autocompletion=offer(*_DTYPES),
     ),
 ]

@@ -113,9 +113,8 @@ def _fits_nf4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
 def _fits_fp8(shapes: Shapes, shape: tuple[int, ...]) -> bool:
     scale = shapes["scale"]
     divides = all(n and not size % n for n, size in zip(scale, shape, strict=False))
-    return (
-        len(shape) == 2 and shapes["qdata"] == shape and (prod(scale) == 1 or (len(scale) == 2 and divides))
-    )
+    scales = prod(scale) == 1 or (len(scale) == 2 and divides)
+    return len(shape) == 2 and shapes["qdata"] == shape and scales
 
 
 def _fits_mxfp4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
@@ -286,16 +285,15 @@ def put_packed(
             )
         dtype = computes_in or weights[fqn].dtype
         packing = Packing(method, tuple(names.items()), tuple(weights[fqn].shape), dtype)
-        parts = {part: _without_memory(stored[name]) for part, name in names.items()}
+        parts = {}
+        for part, name in names.items():
+            part_dtype = getattr(torch, TORCH_NAMES[stored[name].dtype])
+            parts[part] = torch.empty(stored[name].shape, dtype=part_dtype, device="meta")
         layer._parameters[key] = nn.Parameter(PackedWeight(parts, packing), requires_grad=False)
         if computes_in is not None:
             layer.__class__ = Linear4bit
         if activations is not None and isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(activations)
-
-
-def _without_memory(tensor: StoredTensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=getattr(torch, TORCH_NAMES[tensor.dtype]), device="meta")
 
 
 def names_of_packed(module: nn.Module) -> dict[str, tuple[str, ...]]:
