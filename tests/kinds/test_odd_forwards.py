@@ -501,7 +501,6 @@ def test_what_writes_behind_versions_between_calls_counts_or_is_refused(write, t
     "write",
     [
         lambda weight: weight.numpy().fill(0.5),
-        lambda weight: (weight[0].sum(), weight.numpy().fill(0.5)),
         lambda weight: weight.data.zero_(),
         lambda weight: ctypes.memset(weight.data_ptr(), 0, 8),
         lambda weight: weight.set_(weight.detach() * 0.5),
@@ -509,9 +508,7 @@ def test_what_writes_behind_versions_between_calls_counts_or_is_refused(write, t
 )
 def test_a_write_to_memory_that_goes_is_refused(write, tmp_path):
     model = models.frozen(Model(lambda model, x: (write(model.spare.weight), model.spare(x))))
-    refused = pytest.raises(
-        (StreamError, ValueError), match=r"writes spare\.weight|read-only|hand its memory"
-    )
+    refused = pytest.raises(StreamError, match=r"writes spare\.weight|hand its memory")
     with torch.no_grad(), apply(model, "200KB", cache=tmp_path, options=POISONED), refused:
         model(rows(6))
 
