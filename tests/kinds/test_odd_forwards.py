@@ -1,6 +1,7 @@
 """Forwards that do what nobody expects with modules, weights and state compute what they do in memory."""
 
 import copy
+import ctypes
 import functools
 import itertools
 import random
@@ -354,19 +355,11 @@ def moving_average(model):
         mine.mul_(0.9).add_(other * 0.1)
 
 
-def gives_other_memory(layer):
-    layer.weight.data = layer.weight.data * 0.5
-
-
-def by_numpy(layer):
-    layer.bias.numpy()[::2] += 1
-
-
 IN_ITS_STEP = {
     "in its step": lambda layer: layer.bias.add_(1),
-    "through .data": lambda layer: layer.weight.data.mul_(0.5),
-    "by numpy": by_numpy,
-    "as other memory": gives_other_memory,
+    "through .data": lambda layer: layer.weight.data.copy_(layer.weight.data.flip(0)),
+    "by numpy": lambda layer: layer.bias.numpy()[::2].__iadd__(1),
+    "as other memory": lambda layer: setattr(layer.weight, "data", layer.weight.data * 0.5),
 }
 OUTSIDE = {
     "outside of its step": lambda model: model.layers[2].weight.mul_(0.5),
@@ -422,7 +415,10 @@ FORWARDS = (
         "written through a buffer": lambda: over_a_weight(nn.Module.register_buffer),
         "written through an attribute": lambda: over_a_weight(setattr),
     }
-    | {"written in its step, late": functools.partial(Model, within=IN_ITS_STEP["in its step"], since=3)}
+    | {
+        f"written {name}, late": functools.partial(Model, within=IN_ITS_STEP[name], since=3)
+        for name in IN_ITS_STEP
+    }
 )
 """What makes a model, by what its forward does."""
 
@@ -501,13 +497,18 @@ def test_what_writes_behind_versions_between_calls_counts_or_is_refused(write, t
             assert torch.equal(model(rows(count)), reference(rows(count)))
 
 
-def test_an_array_of_a_weight_is_not_written_in_a_call(tmp_path):
-    def odd(model, x):
-        model.spare.weight.numpy()[0] = 0.5
-        return model.spare(x)
-
-    model = models.frozen(Model(odd))
-    refused = pytest.raises(StreamError, match=r"the call writes spare\.weight")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.numpy().fill(0.5),
+        lambda weight: weight.data.zero_(),
+        lambda weight: ctypes.memset(weight.data_ptr(), 0, 8),
+        lambda weight: weight.set_(weight.detach() * 0.5),
+    ],
+)
+def test_a_write_to_memory_that_goes_is_refused(write, tmp_path):
+    model = models.frozen(Model(lambda model, x: (write(model.spare.weight), model.spare(x))))
+    refused = pytest.raises(StreamError, match=r"writes spare\.weight|hand its memory")
     with torch.no_grad(), apply(model, "200KB", cache=tmp_path, options=POISONED), refused:
         model(rows(6))
 

@@ -137,15 +137,11 @@ class CalledModule:
         self._steps = StepWeights(self.module, self._own, places)
         self._memory = PlanMemory(self._steps, self._cap.count_read)
 
-        def stay(current: Pass, twin: int) -> torch.Tensor:
-            return self._own_steps.stay(current, twin)
-
-        def have_room(current: Pass, *nbytes: int) -> None:
-            self._own_steps.have_room(current, *nbytes)
-
-        by_units = self._watches and self._options.device == "cpu"
-        self._units = UnitReads(self.module, self._steps, self._cap, stay, have_room, by_units=by_units)
-        self._own_steps = OwnSteps(self.name, self._steps, self._units, self._memory, self._cap)
+        self._own_steps = steps = OwnSteps(self.name, self._steps, self._memory, self._cap)
+        watches = self._watches and self._options.device == "cpu"
+        self._units = steps.units = UnitReads(
+            self.module, self._steps, self._cap, steps.stay, steps.have_room, by_units=watches
+        )
         self._steps.find()
         self._units.rest()
         self._adapted = adapted_layers(self.module)
@@ -214,8 +210,12 @@ class CalledModule:
         self._free()
 
     def _free(self) -> None:
-        """Give back the memory of weights that a plan has, and of those of a call without one."""
+        """Give back the memory of weights that a plan has, but of written ones, and of a call without one."""
+        written = self._memory.written_in_place(self._memory.present)
         self._memory.close()
+        for twin, value in written:
+            self._own_steps.keep(None, twin, value, "a call writes")
+            self._between.has_changed = True  # who reads it is found again before the next call
         self._units.close()
         self._own.close()
 
@@ -372,8 +372,8 @@ class CalledModule:
         if self._sizes.most(arguments) > self._room:  # the least plan leaves less than calls were to have
             current.order = None
             return self._observed(current, run, arguments)
-        self._memory.enter()
         weights.wait()
+        self._memory.enter()
         with self._cap.counting_kernels(arguments.tensors):
             current.mark = time.perf_counter_ns()
             if self._sizes.is_known(arguments, self._room):
@@ -459,10 +459,7 @@ class CalledModule:
         return self._memory.run(current, step, number, begun, (original, args, kwargs))
 
     def _make_way(self, current: Pass, step: Step) -> None:
-        """Go on without the plan, if a step that it does not have would not fit the cap beside it.
-
-        Then each step has memory of its own. The next plan leaves room for such steps.
-        """
+        """Give each step memory of its own, if one that the plan does not have would not fit beside it."""
         weights = self._memory.weights
         if (
             current.order is None
@@ -520,7 +517,8 @@ class CalledModule:
         """Note that something has a view of what `answer` has returned."""
         current = self._pass
         if current is None:
-            self._between.share(twin)
+            if twin not in self._memory.staying:
+                self._between.share(twin)
         elif not any(value is current_value for current_value in current.values.values()):
             name = self._between.names[twin] + suffix
             current.copies.append((name, value, digest_of(value)))
@@ -528,20 +526,20 @@ class CalledModule:
     def write(self, twin: int, value: torch.Tensor) -> bool:
         """Note that something has written to what `answer` has returned; returns False if that is lost."""
         if (current := self._pass) is None:
-            self._between.write(twin)
+            if twin not in self._memory.staying:
+                self._between.write(twin)
             return True
         if self._standing(current, twin) is not None:  # seen at the end of the step, or of the pass
             return True
         if has_parts(self._places.twins[twin]) or self._between.shares(twin) is not None:
             return False
         self._units.unwatch(self._steps.storages_of(twin))
-        self._own_steps.stay(current, twin, value)
+        self._own_steps.keep(current, twin, value, "the call writes")
         return True
 
     def _standing(self, current: Pass, twin: int) -> torch.Tensor | None:
         """Return the weight that stands for a twin now, if one does."""
-        values = (self._memory.staying, self._memory.present, current.values)
-        return next((by_twin[twin] for by_twin in values if twin in by_twin), None)
+        return {**current.values, **self._memory.present, **self._memory.staying}.get(twin)
 
     def memory(self, twin: int, suffix: str) -> torch.UntypedStorage | None:
         """Return the memory of what `answer` returns in a call; between calls None."""
@@ -555,9 +553,12 @@ class CalledModule:
         """Return where what `answer` returns is, until the next call or the end of the step."""
         if self._active and self._pass is None:
             with self._cap.lock:
-                return self._between.address(twin, suffix)
+                if self._kept(twin) is None:
+                    return self._between.address(twin, suffix)
         value = self.answer(twin, suffix)
-        return None if value is None else value.data_ptr()
+        if value is not None:
+            self.share(twin, suffix, value)
+        return value if value is None else value.data_ptr()
 
     def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.
@@ -569,7 +570,8 @@ class CalledModule:
             return None
         if (current := self._pass) is None or twin not in self._places.names:
             with self._cap.lock:  # a call of another thread may begin now
-                return plain_tensors("", self._between.value(twin))[suffix]
+                value = self._kept(twin)
+                return plain_tensors("", self._between.value(twin) if value is None else value)[suffix]
         fqn = self._places.names[twin]
         if threading.get_ident() not in current.threads:  # which says nothing of what the call reads
             return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
@@ -581,14 +583,18 @@ class CalledModule:
             reads.add(reader)
             is_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
             current.learned |= is_step or self._units.watch(fqn, self._places.twins[twin])
-        nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.storages_of(twin))
+        nbytes = self.facts.bytes_of(self._steps.storages_of(twin))
         self._own_steps.have_room(current, nbytes)
         return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
 
+    def _kept(self, twin: int) -> torch.Tensor | None:
+        """Return a weight that stays in memory between calls, as calls have written it; None for others."""
+        if self._memory.written_in_place([twin]):
+            self._free()
+        return self._memory.staying.get(twin)
+
     def _check_uses(self, current: Pass) -> None:
         """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""
-        for twin, value in self._memory.written_in_place():
-            self._own_steps.stay(current, twin, value)
         try:
             self._memory.refuse_written(current)
         except StreamError:

@@ -125,7 +125,11 @@ class ModuleFacts:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all storages."""
-        return sum(storage.nbytes for storage in self.storages)
+        return self.bytes_of(range(len(self.storages)))
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Return the bytes of some storages."""
+        return sum(self.storages[s].nbytes for s in storages)
 
     @property
     def few_unit_bytes(self) -> int:
@@ -218,7 +222,7 @@ class ModuleFacts:
                 steps.append(Step(path, (read.storage,), 0, guessed_ns, read_work=work, sparse=(read,)))
                 continue
             storages = reads[path] if read is None else (read,)
-            nbytes = sum(self.storages[s].nbytes for s in storages)
+            nbytes = self.bytes_of(storages)
             time = time or StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
             steps.append(
                 Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes))

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,11 +28,10 @@ from penstock.integrations.called.measuring import (
     run_uncounted,
 )
 from penstock.integrations.called.passes import Pass
-from penstock.integrations.called.places import COMPILED, Step, StepWeights, Watched, is_compiled
+from penstock.integrations.called.places import COMPILED, Step, StepWeights, Watched, is_compiled, sums_of
 from penstock.integrations.called.plans import PlanMemory
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.hollow import copy_part, reduce_part, replace_attribute
-from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size
 
@@ -43,20 +42,17 @@ _GROWN = 4 << 20
 """Free pages of the heap go back when the process has grown by this much, as that takes milliseconds."""
 
 
-class _Began(NamedTuple):
-    """What there was before a step: its number among those of the call, and bytes of inputs and others."""
-
-    number: int
-    graphs: int
-    input_bytes: int
-    there: int
+_Began = tuple[int, int, int, int]
+"""What there was before a step: its number in the call, compiled graphs, and bytes of inputs and others."""
 
 
 class OwnSteps:
-    """Runs steps that no plan has. `name` is the module's in messages."""
+    """Runs steps that no plan has. `name` is the module's in messages; `units` come before the first step."""
 
-    def __init__(self, name: str, steps: StepWeights, units: UnitReads, memory: PlanMemory, cap: Cap) -> None:
-        self._name, self._steps, self._own, self._units = name, steps, steps.own, units
+    units: UnitReads
+
+    def __init__(self, name: str, steps: StepWeights, memory: PlanMemory, cap: Cap) -> None:
+        self._name, self._steps, self._own = name, steps, steps.own
         self._memory, self._cap = memory, cap
         self._took: dict[str, tuple[int, int]] = {}  # of steps: bytes of inputs, and what came then
         self.beside_plans = 0
@@ -66,7 +62,10 @@ class OwnSteps:
         """Return a weight over `memory`, which this completes from the files."""
         fqn, value = self._steps.places.names[twin], self._steps.places.twins[twin]
         with plain_tensors_only():
-            return like(value, fqn, lambda name: self._own.tensor(name, memory))
+            weight = like(value, fqn, lambda name: self._own.tensor(name, memory))
+        if twin not in self._steps.sums:
+            self._steps.sums[twin] = sums_of(weight)
+        return weight
 
     def with_weights(self, output: Any) -> Any:
         """Return what a call has returned, with values for weights that it has returned as they are."""
@@ -79,20 +78,19 @@ class OwnSteps:
     def running(self, current: Pass, step: Step, begun: int, inputs: object) -> Iterator[None]:
         """Have the weights of a step that no plan has in memory of their own, which is then given back."""
         twins, storages = self._read_by(step)
-        nbytes = sum(self._steps.facts.storages[s].nbytes for s in storages)
+        nbytes = self._steps.facts.bytes_of(storages)
         began = self._measured(current, step.path, nbytes, inputs)
         nested = current.open is not None
-        if current.open is not None or current.order is not None:
+        if nested or current.order is not None:
             outer = self.bytes_at_once(current.open.path) if current.open and current.order is None else 0
             self.beside_plans = max(self.beside_plans, current.own_bytes - outer + nbytes)
         seen = Seen(step.path, step.path)
-        if not nested and not self._units.is_member(step.path):
+        if not nested and not self.units.is_member(step.path):
             current.steps.append(seen)
         with plain_tensors_only():
             memory = self._own.read(storages)
             values = {twin: self.weight(twin, memory) for twin in twins}
-        sums = current.order is None  # in other passes a step was seen before
-        watched = [(twin, Watched(value, sums=sums)) for twin, value in values.items()]
+        watched = [(twin, Watched(value, self._steps.sums[twin])) for twin, value in values.items()]
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
@@ -113,7 +111,9 @@ class OwnSteps:
                 lead = max(0, begun - current.mark)
                 took = ended - ready - (current.inner_ns - inner)
                 seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
-            self._keep(current, step, used)
+            for twin, weight in used:
+                use = "writes" if weight.is_written else "keeps a view of"
+                self.keep(current, twin, weight.value, f"{step.path or self._name} {use}")
             if current.meter is not None:
                 for weights in (memory, values, watched, used, filled):
                     weights.clear()
@@ -123,7 +123,7 @@ class OwnSteps:
     def _read_by(self, step: Step) -> tuple[list[int], list[int]]:
         """Return the twins of a step that are to have memory of their own, and their storages."""
         storages = self._steps.readers.storages[step.path]
-        left_out = self._units.left_out(step.path, storages)
+        left_out = self.units.left_out(step.path, storages)
         there = self._memory.staying.keys() | self._memory.present.keys()
         twins = [t for t in step.twins if t not in there and not self._steps.storages_of(t) & left_out]
         needed = set().union(*map(self._steps.storages_of, twins))
@@ -131,15 +131,10 @@ class OwnSteps:
 
     def bytes_of(self, step: Step) -> int:
         """Return the bytes of weights of a step that would have memory of their own now."""
-        return sum(self._steps.facts.storages[s].nbytes for s in self._read_by(step)[1])
+        return self._steps.facts.bytes_of(self._read_by(step)[1])
 
-    def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
-        """Keep weights in memory from now on that a step has written, or of which something keeps views."""
-        for twin, watched in used:
-            use = "writes" if watched.is_written else "keeps a view of"
-            self._stay(current, twin, watched.value, f"{step.path or self._name} {use}")
-
-    def _stay(self, current: Pass | None, twin: int, value: torch.Tensor, use: str) -> None:
+    def keep(self, current: Pass | None, twin: int, value: torch.Tensor, use: str) -> None:
+        """Keep a weight in memory from now on as `value`, for the reason `use`."""
         _log.info("%s stays in memory: %s it", self._steps.places.names[twin], use)
         self._memory.staying[twin] = value
         self._steps.learned.resident |= self._steps.storages_of(twin)
@@ -147,13 +142,10 @@ class OwnSteps:
         if current is not None:
             current.learned = True
 
-    def stay(self, current: Pass | None, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
-        """Keep a weight in memory from now on that a call writes to, with the values `written`; return it."""
+    def stay(self, current: Pass, twin: int) -> torch.Tensor:
+        """Keep a weight in memory from now on that a call writes to; return it."""
         value = self.weight(twin, {})
-        if written is not None:
-            for name, part in plain_tensors("", value).items():
-                part.data.copy_(plain_tensors("", written)[name].data)
-        self._stay(current, twin, value, "the call writes")
+        self.keep(current, twin, value, "the call writes")
         return value
 
     def _measured(self, current: Pass, path: str, nbytes: int, inputs: object) -> _Began:
@@ -164,19 +156,20 @@ class OwnSteps:
             input_bytes = sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
             self._check_room(current, path, nbytes, input_bytes)
             there = current.meter.now
-        return _Began(current.own_steps, compiled_graphs(), input_bytes, there)
+        return current.own_steps, compiled_graphs(), input_bytes, there
 
     def _measure(self, current: Pass, path: str, began: _Began) -> None:
         """Note what a step has taken. What a compiler has taken in it is none of later calls."""
         if current.meter is None:
             return
-        if compiled_graphs() != began.graphs:
+        number, graphs, input_bytes, there = began
+        if compiled_graphs() != graphs:
             current.has_compiled = True
             current.meter.forget()
             return
         current.meter.look(current.own_bytes)
-        if current.own_steps == began.number:  # none within this one
-            took = began.input_bytes, max(0, current.meter.recent - began.there)
+        if current.own_steps == number:  # none within this one
+            took = input_bytes, max(0, current.meter.recent - there)
             self._took[path] = max(took, self._took.get(path, took))
 
     def _check_room(
@@ -206,10 +199,7 @@ class OwnSteps:
             raise self.too_little(floor, beside, most, current.given_bytes)
 
     def have_room(self, current: Pass, nbytes: int, held_bytes: int = 0) -> None:
-        """Raise BudgetError before an operator reads `nbytes` of weights that do not fit the cap.
-
-        `held_bytes` are there for it already. In a call with a plan, later plans leave room for both.
-        """
+        """Raise BudgetError before an operator with `held_bytes` reads `nbytes` that do not fit the cap."""
         if current.meter is not None:
             self._check_room(current, current.path, nbytes, held_bytes=held_bytes)
         elif current.order is not None:
@@ -223,8 +213,7 @@ class OwnSteps:
     def bytes_at_once(self, path: str) -> int:
         """Return the bytes of weights that the step of a module reads whole."""
         storages = self._steps.readers.storages.get(path, ())
-        left_out = self._units.left_out(path, storages)
-        return sum(self._steps.facts.storages[s].nbytes for s in storages if s not in left_out)
+        return self._steps.facts.bytes_of(set(storages) - self.units.left_out(path, storages))
 
     def too_little(self, floor: int, beside: int, path: str = "", given_bytes: int = 0) -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others.
@@ -252,6 +241,12 @@ class OwnSteps:
         )
 
 
+def _start(watched: Sequence[tuple[int, Watched]]) -> None:
+    """Begin to watch weights; no variable of the step refers to one when its memory is given back."""
+    for _, weight in watched:
+        weight.start()
+
+
 def smaller_caches(*, on_cpu: bool) -> list[str]:
     """Return in words how a context takes less memory, by ways that work here."""
     ways = ["or a shorter context"]
@@ -267,12 +262,6 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of the package around it
         return False
-
-
-def _start(watched: Sequence[tuple[int, Watched]]) -> None:
-    """Begin to watch weights; no variable of the step refers to one when its memory is given back."""
-    for _, weight in watched:
-        weight.start()
 
 
 Run = Callable[["Wrapped", Sequence[Any], Mapping[str, Any]], Any]

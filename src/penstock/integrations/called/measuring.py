@@ -319,9 +319,8 @@ class CallSizes:
         equal = [call for call in self._measured if call.arguments == arguments]
         for call in equal:
             self._measured.remove(call)
-        most = max([beside, *(call.beside for call in equal)])
         self._latest = None
-        self._measured.append(MeasuredCall(arguments, after, most))
+        self._measured.append(MeasuredCall(arguments, after, max([beside, *(call.beside for call in equal)])))
 
     def room(self, cap: int) -> int:
         """Return the bytes that a plan leaves for calls, of `cap` bytes for weights and calls."""
@@ -355,8 +354,7 @@ class CallSizes:
 
 def buffer_bytes(module: nn.Module) -> int:
     """Return the bytes of buffers that stay in a device's memory, as its allocator rounds them."""
-    sizes = (buffer.nbytes for buffer in module.buffers() if not isinstance(buffer, AbsentTensor))
-    return sum(round_up(nbytes, _ALLOCATED) for nbytes in sizes)
+    return sum(round_up(b.nbytes, _ALLOCATED) for b in module.buffers() if not isinstance(b, AbsentTensor))
 
 
 def run_uncounted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -370,12 +368,7 @@ def run_uncounted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def compiled_graphs() -> int:
     """Return how many graphs the compiler has compiled so far."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
-
-
-def _converts(func: Any, key: torch._C.DispatchKey) -> bool:
-    """Tell whether autocast converts the arguments of an operator."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -423,7 +416,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         `_transformer_encoder_layer_fwd` does. For operators that autocast converts for it is off anyway.
         """
         key = self._autocast
-        if key is None or not isinstance(func, torch._ops.OpOverload) or _converts(func, key):
+        if (
+            key is None
+            or not isinstance(func, torch._ops.OpOverload)
+            or torch._C._dispatch_has_kernel_for_dispatch_key(func._name, key)
+        ):
             return func(*args, **kwargs)
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         try:
@@ -503,8 +500,7 @@ def taken_by(live: LiveBytes, meter: Meter, allowed: int) -> int:
     `allowed` are those of kernels' own memory that do not count, and what stays beside tensors does not
     either: code of modules that were imported in the call.
     """
-    peak = meter.look()
-    return max(live.peak, peak - meter.stays(live) - allowed)
+    return max(live.peak, meter.look() - meter.stays(live) - allowed)
 
 
 class LiveMeter(Meter):

@@ -83,8 +83,8 @@ def plan_calls(
     Raises what `too_little` makes of the least bytes of weights and those that calls take, if there is no
     room for both.
     """
-    storages, beside, calls = steps.facts.storages, sizes.beside, sizes.room(memory)
-    staying = sum(storages[s].nbytes for s in steps.learned.resident)
+    beside, calls = sizes.beside, sizes.room(memory)
+    staying = steps.facts.bytes_of(steps.learned.resident)
     plan = functools.partial(plan_orders, orders, options, steps, units, beside=beside, effort=effort)
     try:
         return plan(budget=max(1, min(steps.facts.nbytes, room - calls) - staying)), calls
@@ -189,7 +189,7 @@ def residency_of(plan: Plan, steps: StepWeights, name: str) -> tuple[Residency, 
 
     def of(module: str, fqns: Sequence[str]) -> Residency:
         own_storages = set[int]().union(*(steps.storages_of(twins[fqn]) for fqn in fqns if fqn in twins))
-        nbytes = sum(storages[s].nbytes for s in own_storages)
+        nbytes = steps.facts.bytes_of(own_storages)
         if own_storages <= steps.learned.resident:
             return Residency(module, nbytes, "stays", "calls write it, or keep views of it")
         streams = any(
@@ -230,7 +230,7 @@ class PlanMemory:
         # By order and path, the values of a step, and those of them that it puts in places.
         self._step_values: list[dict[str, tuple[Values, Values]]] = []
         self._watched: list[tuple[int, Watched]] = []
-        self._staying: list[tuple[int, Watched]] = []  # those of `present`
+        self._staying: dict[int, Watched] = {}  # those of `present`, from the first pass on
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
         self._standing = Step("", (), ())  # the places of `present`
@@ -292,7 +292,6 @@ class PlanMemory:
         ]
         for _, watched in self._watched:
             watched.start()
-        self._staying = [(twin, Watched(value)) for twin, value in self.present.items()]
         self.probed = [frozenset(weights.probed(graph)) for graph in range(len(orders.traced))]
         self._positions = [positions_of(order) for order in orders.traced]
         return weights
@@ -314,9 +313,9 @@ class PlanMemory:
             return
         self.leave()
         self.weights = None
-        self.present, self._staying = {}, []
+        self.present, self._staying = {}, {}
         viewed = [
-            (self._steps.places.names[twin], watched.memory())
+            (self._steps.places.names[twin], watched.parts[0].untyped_storage())
             for twin, watched in self._watched
             if watched.is_viewed
         ]
@@ -338,6 +337,9 @@ class PlanMemory:
 
         Between calls twins stand there: what is written to a weight then has to be kept when the plan goes.
         """
+        if not self._staying:  # the weights have been read by now
+            sums = self._steps.sums
+            self._staying = {twin: Watched(value, sums.get(twin)) for twin, value in self.present.items()}
         self._filled += self._standing.fill(self.present)
 
     def leave(self) -> None:
@@ -399,9 +401,9 @@ class PlanMemory:
                 f"the call writes {written[0]}, which is not in memory between calls: {IN_MEMORY}"
             )
 
-    def written_in_place(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the weights that the plan has in memory throughout, and that something has written."""
-        return [(twin, watched.value) for twin, watched in self._staying if watched.is_written]
+    def written_in_place(self, twins: Collection[int]) -> list[tuple[int, torch.Tensor]]:
+        """Return those of `twins` that the plan has in memory throughout, and that something has written."""
+        return [(twin, w.value) for twin, w in self._staying.items() if twin in twins and w.is_written]
 
     @property
     def is_viewed(self) -> bool:

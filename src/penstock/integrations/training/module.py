@@ -313,8 +313,7 @@ class TrainedModule(CalledModule):
     @property
     def _largest_step(self) -> int:
         """The bytes of the step that reads most."""
-        storages, steps = self.facts.storages, self._steps.readers.storages.values()
-        return max((sum(storages[s].nbytes for s in step) for step in steps), default=0)
+        return max(map(self.facts.bytes_of, self._steps.readers.storages.values()), default=0)
 
     def _note_sizes(self, current: _TrainingPass, most: int, least: int) -> None:
         """Remember what a call took beside weights, if all activations stay and if they leave."""
@@ -351,7 +350,7 @@ class TrainedModule(CalledModule):
                 return original(*args, **kwargs)
 
         if isinstance(current, _TrainingPass) and current.live is not None:
-            nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.readers.storages[step.path])
+            nbytes = self.facts.bytes_of(self._steps.readers.storages[step.path])
             self.activations.leave(current.live.beside + nbytes - self._cap.room)
             if current.live.beside + nbytes > self._cap.room:
                 raise self._own_steps.too_little(nbytes, current.live.beside, step.path)

@@ -274,7 +274,7 @@ class Siblings:
                 nbytes += value.nbytes * len(names)
             else:
                 small |= {self._own.facts.parts[part].storage for fqn in fqns for part in self._parts_of(fqn)}
-        small_bytes = sum(self._own.facts.storages[s].nbytes for s in small)
+        small_bytes = self._own.facts.bytes_of(small)
         return (groups, small) if groups and small_bytes <= _SMALL * nbytes else None
 
     def _parts_of(self, fqn: str) -> list[str]:

@@ -227,7 +227,7 @@ def _without_reading(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[
         with torch._C.DisableTorchFunctionSubclass():
             empty = torch.empty(0, dtype=first.dtype)
         return first if func(empty, *args[1:], **kwargs) is empty else None
-    if name in _REFUSED:
+    if name.partition(".")[0] in _REFUSED:
         raise StreamError(f"{vars(first)[_SAYS]}, and {name} would hand its memory on: clone it first")
     return None
 
