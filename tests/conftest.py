@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import warnings
 
 import pytest
 from hypothesis import settings
@@ -50,6 +51,18 @@ def kept_code():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpp_builder, "run_compile_cmd", keeping(cpp_builder.run_compile_cmd))
         yield
+
+
+@pytest.fixture
+def quiet():
+    """Dynamo starts anew; torch and its backends say nothing of themselves."""
+    import torch
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -23,7 +23,6 @@ from penstock.runtime.system.memory import (
     drop_pages,
     hint,
     huge_pieces,
-    move,
     protect,
     round_down,
     round_up,
@@ -315,41 +314,6 @@ def _places(plan: Plan) -> Sequence[int]:
     if plan.arena.kind == "contiguous":
         return plan.addresses
     return [-1 if s in plan.outside else start for s, start in enumerate(plan.arena.layout)]
-
-
-class FreeGranules:
-    """Granules of private memory that are not in use, by their present addresses, in the order they came."""
-
-    def __init__(self, granule: int, addresses: Iterable[int] = ()) -> None:
-        self._granule = granule
-        self._free = dict.fromkeys(addresses)
-
-    def take(self, address: int) -> int | None:
-        """Take a free granule for `address`, and return its address until now; None if there is none.
-
-        This is the free granule at `address` or, if there is none, the one given last, which moves. Raises
-        StreamError if the system refuses to move it.
-        """
-        if not self._free:
-            return None
-        spare = address if address in self._free else next(reversed(self._free))
-        if spare != address:
-            self._move(spare, address)
-        del self._free[spare]
-        return spare
-
-    def give(self, address: int) -> None:
-        """Add the granule at `address` to the free ones. It stays at this address until it is taken."""
-        self._free[address] = None
-
-    def _move(self, old: int, new: int) -> None:
-        try:
-            move(old, new, self._granule)
-        except OSError as error:
-            raise StreamError(
-                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
-                "raise its limit on mappings (vm.max_map_count) or lower the budget"
-            ) from error
 
 
 class AnonymousArena(PagedArena):

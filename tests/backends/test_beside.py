@@ -1,7 +1,6 @@
 """Another library's torch.compile backend beside penstock: OpenVINO's, and functions that watch."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.hunt import nightly_but
 
 WIDTH, LAYERS = 64, 3
 FLOAT32 = {"config": {"INFERENCE_PRECISION_HINT": "f32"}}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("quiet")]
 
 
 class Attention(nn.Module):
@@ -43,15 +42,6 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x * 2 + 1
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    torch._dynamo.reset()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch and OpenVINO of themselves
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

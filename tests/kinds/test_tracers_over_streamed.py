@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -23,6 +22,8 @@ from penstock.integrations import apply
 from penstock.schedule.facts.errors import StreamError
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 X, LONGER = torch.linspace(-1, 1, 256).view(4, 64), torch.linspace(-1, 1, 448).view(7, 64)
 
@@ -82,16 +83,6 @@ def streamed(request, program):
     options = LoadOptions(arena="contiguous", engine=engine)
     with program.load("40%", device=device, options=options) as module:
         yield module
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Dynamo starts anew; what torch says of its own tracers is no warning of these tests."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
 
 
 def parent_in_place(module, **options):

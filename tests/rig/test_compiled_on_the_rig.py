@@ -2,7 +2,6 @@
 
 import gc
 import re
-import warnings
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from torch.export import export
 import penstock
 from penstock.runtime.files.source import Source
 from tests.rig import inductor, machine
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 WIDTH = 64
 BUDGET = {"budget": "50%", "resident_below": None, **inductor.OPTIONS}
@@ -45,16 +46,6 @@ class Apart(nn.Module):
 
     def forward(self, x):
         return self.layer(x + torch.ones(WIDTH).to(x.device))
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Dynamo starts anew, and warns about itself."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
 
 
 def saved(module, folder):

@@ -38,7 +38,8 @@ def token_bytes(module: nn.Module) -> TokenBytes | None:
     if not (layers and hidden and heads):
         return None
     head = _most(config, "head_dim") or hidden // heads
-    nbytes = _dtype_bytes(module)
+    dtype: Any = module.dtype
+    nbytes = dtype.itemsize
     each = 2 * (_most(config, "num_key_value_heads") or heads) * head * nbytes
     if _most(config, "kv_lora_rank"):  # keys and values of all heads are kept
         sizes = sum(_most(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -79,7 +80,3 @@ def context_that_fits(module: nn.Module, room: int, largest: int, memory: int) -
         f"a context of about {tokens:,} tokens fits {format_budget(memory)}: each takes "
         f"{format_size(token.lasting + token.passing)} in the cache"
     )
-
-
-def _dtype_bytes(module: Any) -> int:
-    return int(module.dtype.itemsize)

@@ -19,12 +19,14 @@ from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, g
 GIVEN = batch(16)
 
 
-@pytest.fixture(scope="module")
-def both(cache):
+def pair(cache):
     """A model in memory and one that streams, with equal adapters."""
     model = adapted()
     with apply(model, MEMORY, train=True, cache=cache, options=LoadOptions(arena="contiguous", poison=True)):
         yield adapted(), model
+
+
+both, hooked = pytest.fixture(scope="module")(pair), pytest.fixture(pair)
 
 
 def several(model):
@@ -262,14 +264,6 @@ def test_memory_counts_what_a_forward_saves(plans, cache):
     with pytest.raises(StreamError, match="restored between forward and backward"):
         loss.backward()
     assert equal(steps(model, [GIVEN]), steps(adapted(), [GIVEN]))
-
-
-@pytest.fixture
-def hooked(cache):
-    """A model in memory and one that streams, with equal adapters."""
-    model = adapted()
-    with apply(model, MEMORY, train=True, cache=cache, options=LoadOptions(arena="contiguous", poison=True)):
-        yield adapted(), model
 
 
 def doubled(module, given, *made):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -131,17 +131,6 @@ class ModuleFacts:
     def few_unit_bytes(self) -> int:
         """Bytes of units that change little in a plan."""
         return self.nbytes // _FEW_UNITS
-
-    def renamed(
-        self, twins: Mapping[int, torch.Tensor], before: Mapping[int, str], now: Iterable[tuple[str, int]]
-    ) -> ModuleFacts:
-        """Return the facts under other names: `before` has the present ones by twin, `now` all new ones."""
-        known = {weight.fqn: weight for weight in self.weights}
-        weights = []
-        for fqn, twin in now:
-            for suffix in plain_tensors("", twins[twin]):
-                weights.append(replace(known[before[twin] + suffix], fqn=fqn + suffix))
-        return replace(self, weights=tuple(weights))
 
     def stacked(self, groups: Sequence[Sequence[str]]) -> ModuleFacts:
         """Return the facts in which the weights of each group are one storage, one behind the other.

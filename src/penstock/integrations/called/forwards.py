@@ -23,7 +23,6 @@ from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.measuring import (
     ROOM,
     compiled_graphs,
-    like,
     plain_tensors_only,
     run_uncounted,
 )
@@ -64,9 +63,8 @@ class OwnSteps:
 
     def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return a weight over `memory`, which this completes from the files."""
-        fqn, value = self._steps.places.names[twin], self._steps.places.twins[twin]
-        with plain_tensors_only():
-            return like(value, fqn, lambda name: self._own.tensor(name, memory))
+        places = self._steps.places
+        return self._own.weight(places.twins[twin], places.names[twin], memory)
 
     def with_weights(self, output: Any) -> Any:
         """Return what a call has returned, with values for weights that it has returned as they are."""
@@ -139,15 +137,14 @@ class OwnSteps:
             use = "writes" if watched.is_written else "keeps a view of"
             self._stay(current, twin, watched.value, f"{step.path or self._name} {use}")
 
-    def _stay(self, current: Pass | None, twin: int, value: torch.Tensor, use: str) -> None:
+    def _stay(self, current: Pass, twin: int, value: torch.Tensor, use: str) -> None:
         _log.info("%s stays in memory: %s it", self._steps.places.names[twin], use)
         self._memory.staying[twin] = value
         self._steps.learned.resident |= self._steps.storages_of(twin)
         self._memory.settle()
-        if current is not None:
-            current.learned = True
+        current.learned = True
 
-    def stay(self, current: Pass | None, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
+    def stay(self, current: Pass, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
         """Keep a weight in memory from now on that a call writes to, with the values `written`; return it."""
         value = self.weight(twin, {})
         if written is not None:

@@ -152,6 +152,11 @@ class OwnMemory:
             memory |= self.read([part.storage])
         return tensor_in(memory[part.storage], part)
 
+    def weight(self, value: torch.Tensor, fqn: str, memory: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return an object like a parameter of a name, over `memory`, which this completes."""
+        with plain_tensors_only():
+            return like(value, fqn, lambda name: self.tensor(name, memory))
+
     def restamp(self, files: tuple[WeightFile, ...]) -> None:
         """Take up other stamps of the same files."""
         self.facts = replace(self.facts, files=files)
@@ -331,15 +336,16 @@ class CallSizes:
         Nor need one that is far from filling its room and at most twice as large: a context that grows by a
         token a call is measured when it has doubled, and not in every third call.
         """
-        factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
-        return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
+        return any(
+            f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in self._factors(call)
+        )
 
     def most(self, call: CallArguments) -> float:
         """The most bytes that a call takes beside weights; attention may take the square of the tokens."""
-        factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
-        return min(
-            (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in factors), default=inf
-        )
+        return min((beside * (f**2 if f > _ALIKE else 1) for f, beside in self._factors(call)), default=inf)
+
+    def _factors(self, call: CallArguments) -> list[tuple[float, int]]:
+        return [(measured.growth_to(call), measured.beside) for measured in self._measured]
 
 
 def buffer_bytes(module: nn.Module) -> int:
