@@ -131,6 +131,10 @@ SAMPLE = [
 ]
 
 
+def agree(model, reference):
+    return torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+
+
 def merged_adapters(model):
     return [list(layer.merged_adapters) for layer in model.modules() if hasattr(layer, "merged_adapters")]
 
@@ -147,7 +151,7 @@ def test_it_computes_what_it_computes_in_memory(name, room, tmp_path):
         return step(one) or one
 
     def check_equal():
-        assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+        assert agree(model, reference)
         assert merged_adapters(model) == merged_adapters(reference)
 
     with apply(model, memory, cache=tmp_path, options=options):
@@ -187,7 +191,7 @@ def test_a_state_that_is_loaded_is_what_the_model_has(room, tmp_path):
         for one in (model, reference):
             one.load_state_dict(state)
         for _ in range(2):
-            assert torch.equal(model(IDS).logits, reference(IDS).logits)
+            assert agree(model, reference)
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
@@ -202,7 +206,7 @@ def test_an_adapter_that_is_loaded_later(tmp_path):
         model(IDS)
         for one in (model, reference):
             one.load_adapter(str(tmp_path / "adapter"), "loaded")
-        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        assert agree(model, reference)
         model.save_pretrained(tmp_path / "again")
         assert torch.equal(
             model.generate(IDS, max_new_tokens=4), models.frozen(reference).generate(IDS, max_new_tokens=4)
@@ -232,12 +236,12 @@ def test_a_weight_that_is_written_between_calls_keeps_its_values(room, tmp_path)
             layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.flip(0)
             one.model.embed_tokens.weight[3] = 0.5
         kept = model.lm_head.weight.data
-        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        assert agree(model, reference)
         kept.mul_(3)
         reference.lm_head.weight.mul_(3)
         for _ in range(2):
-            assert torch.equal(model(IDS).logits, reference(IDS).logits)
-    assert torch.equal(model(IDS).logits, reference(IDS).logits)
+            assert agree(model, reference)
+    assert agree(model, reference)
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -248,7 +252,7 @@ def test_a_weight_with_other_values_and_another_shape_is_refused(tmp_path):
         model(IDS)
         with pytest.raises(StreamError, match=r"q_proj\.weight streams as \[64, 64\]"):
             model.model.layers[0].self_attn.q_proj.weight.data = torch.ones(2, 2)
-        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        assert agree(model, reference)
 
 
 def test_a_part_may_be_copied_with_its_values(tmp_path):
@@ -271,7 +275,7 @@ def test_a_model_of_peft_generates_through_its_base(tmp_path):
         assert torch.equal(got, reference.generate(input_ids=IDS, max_new_tokens=4))
         assert applied.components["LlamaForCausalLM"].stats.bytes_moved > 0
         with model.disable_adapter(), reference.disable_adapter():
-            assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+            assert agree(model, reference)
 
 
 def test_diffusers_fuses_and_switches_adapters(tmp_path):

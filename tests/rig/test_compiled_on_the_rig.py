@@ -13,6 +13,8 @@ import penstock
 from penstock.runtime.files.source import Source
 from tests.rig import inductor, machine
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 WIDTH = 64
 pytestmark = pytest.mark.usefixtures("quiet")
 BUDGET = {"budget": "50%", "resident_below": None, **inductor.OPTIONS}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -119,7 +119,7 @@ class Applied:
 
     @memory.setter
     def memory(self, memory: int | str | None) -> None:
-        with self.cap.in_use():
+        with self._between_calls("memory is set"):
             self.idle()
             self.settle(memory)
 
@@ -145,12 +145,20 @@ class Applied:
 
     def idle(self) -> None:
         """Give the memory of the weights back until the next call, which loads them again."""
-        with self.cap.in_use():
+        with self._between_calls("idle() is called"):
             for component in self.components.values():
                 component.unload()
             give_back_unused()
 
     close = idle
+
+    @contextmanager
+    def _between_calls(self, use: str) -> Iterator[None]:
+        """Wait for the end of calls of other threads. Raises StreamError within a call."""
+        for component in self.components.values():
+            component.refuse_within(use)
+        with self.cap.in_use():
+            yield
 
     @property
     def residency(self) -> dict[str, tuple[Residency, ...]]:
@@ -171,9 +179,9 @@ class Applied:
         module. Returns the model that has it, or the module.
         """
         device = self._options.device
-        parameters: Sequence[nn.Parameter] = list(trained.parameters) if trained else []
+        parameters = list(trained.parameters) if trained else []
         if device == "cpu":  # on others, buffers get memory of their own
-            parameters = [*parameters, *parameters_with_views(module)]
+            parameters += parameters_with_views(module)
         facts = make_facts(module, weight_files, parameters, aligned=device != "cpu")
         sentence = _RESTORE if self._restores else _LOAD
         model: Any = module
@@ -235,7 +243,7 @@ class Applied:
             StreamError: `load` made the model, which was never in memory.
             SourceError: The weights cannot be read again; everything is still applied.
         """
-        with self.cap.in_use():
+        with self._between_calls("restore() is called"):
             if not self._restores:
                 raise StreamError(
                     "the model was never in memory: load it with its library where it should be"
@@ -278,7 +286,7 @@ class Applied:
             else:
                 save_model(model, unfinished, most)
 
-        with self.cap.in_use():
+        with self._between_calls("save_pretrained() is called"):
             write_folder(folder, build)
 
     def __enter__(self) -> Applied:

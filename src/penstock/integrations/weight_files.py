@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.integrations.called.facts import joined
 from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
-from penstock.integrations.emptied.hollow import plain_parts
+from penstock.integrations.emptied.hollow import REPLACED, plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digest_of, in_file, state_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import part_of
@@ -51,9 +51,10 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     computed = computed_buffers(module)
     tensors = plain_parts(module.named_parameters())
     tensors |= plain_parts((name, value) for name, value in module.named_buffers() if name not in computed)
+    streams = any(REPLACED in vars(child) for child in module.modules())
     for name, tensor in tensors.items():
         value = tensors[name] = tensor.as_subclass(torch.Tensor) if is_plain_subclass(tensor) else tensor
-        if isinstance(value, AbsentTensor):
+        if streams or isinstance(value, AbsentTensor):
             raise PassError(
                 f"this module, a part of it, or another model that shares {name} with it streams already: "
                 "restore() that first where apply was called; what load returned is to be used as it is"

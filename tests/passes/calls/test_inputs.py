@@ -169,11 +169,12 @@ def test_a_size_that_is_a_multiple_must_be_one():
     assert (symbol.name, symbol.lower, symbol.upper, symbol.example) == ("2*half", 4, 100, 8)
 
 
+def small_or_large(x, y):
+    return x.sum() + y.sum() if x.shape[0] * y.shape[0] > 100 else x.sum() - y.sum()
+
+
 def test_guards_hold_on_every_call():
     automatic = torch.export.Dim.AUTO
-
-    def small_or_large(x, y):
-        return x.sum() + y.sum() if x.shape[0] * y.shape[0] > 100 else x.sum() - y.sum()
 
     exported = exported_with(
         small_or_large, (torch.randn(4), torch.randn(5)), ({0: automatic}, {0: automatic})
@@ -201,9 +202,6 @@ def test_guards_that_follow_from_sizes_are_left_out():
 
 
 def test_what_guards_follow_from_is_worked_out_once_for_sizes_and_ranges(monkeypatch):
-    def small_or_large(x, y):
-        return x.sum() + y.sum() if x.shape[0] * y.shape[0] > 100 else x.sum() - y.sum()
-
     automatic = torch.export.Dim.AUTO
     exported = exported_with(
         small_or_large, (torch.randn(3), torch.randn(5)), ({0: automatic}, {0: automatic})

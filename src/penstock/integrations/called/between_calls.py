@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.integrations.called.kinds import IN_MEMORY
-from penstock.integrations.called.measuring import OwnMemory, like, plain_tensors_only
+from penstock.integrations.called.measuring import OwnMemory
 from penstock.integrations.called.places import Places, Watched
 from penstock.integrations.emptied.absent import SAVE_INSTEAD
 from penstock.integrations.kept import KeptWeights, digest_of, in_file
@@ -35,7 +35,13 @@ class _Opened:
 
     watched: Watched
     digests: tuple[str, ...] | None = None  # of its parts, when views of it were handed out
-    is_written: bool = False
+    was_written: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """Tell whether something has written to the weight, by whatever way if views were handed out."""
+        written = self.was_written or self.watched.is_written
+        return written or (self.digests is not None and _digests(self.watched.value) != self.digests)
 
 
 class BetweenCalls:
@@ -68,23 +74,23 @@ class BetweenCalls:
         self.own, self.twins, self.names = own_memory, places.twins, places.names
         self.has_changed = False
         self._kept, self._keep, self._make_room = weight_files, keep, make_room
-        self._opened: dict[int, _Opened] = {}
+        self.opened: dict[int, _Opened] = {}
         self._written: dict[int, torch.Tensor] = {}
         self._pointed: dict[int, torch.Tensor] = {}  # those whose addresses are known
 
     def value(self, twin: int) -> torch.Tensor:
         """Return a weight with its values."""
         self._close_unused(but=twin)
-        if twin not in self._opened:
-            is_written = twin in self._written
-            if not is_written:
-                self._make_room(self._pointed_bytes(twin))
+        if twin not in self.opened:
             # No variable may refer to the value: references to it are counted.
-            self._opened[twin] = _Opened(
-                Watched(self._written.pop(twin) if is_written else self._read(twin)), is_written=is_written
-            )
-            self._opened[twin].watched.start()
-        return self._opened[twin].watched.value
+            if was_written := twin in self._written:
+                watched = Watched(self._written.pop(twin))
+            else:
+                self._make_room(self._pointed_bytes(twin))
+                watched = Watched(self.own.weight(self.twins[twin], self.names[twin], {}))
+            watched.start()
+            self.opened[twin] = _Opened(watched, was_written=was_written)
+        return self.opened[twin].watched.value
 
     def address(self, twin: int, suffix: str) -> int:
         """Return where a part of a weight stays, until a call begins or memory is given back.
@@ -114,52 +120,54 @@ class BetweenCalls:
 
     def share(self, twin: int) -> None:
         """Note that something has a view of the value of a weight."""
-        opened = self._opened[twin]
+        opened = self.opened[twin]
         if opened.digests is None:
             opened.digests = _digests(opened.watched.value)
 
     def write(self, twin: int) -> None:
         """Note that the value of a weight was written to. Raises StreamError where that cannot count."""
-        opened, stands_for = self._opened[twin], self.twins[twin]
+        opened, stands_for = self.opened[twin], self.twins[twin]
         parts = plain_tensors("", opened.watched.value).values()
         if [(part.shape, part.dtype) for part in parts] != [
             (part.shape, part.dtype) for part in self._parts(twin).values()
         ]:
-            del self._opened[twin]
+            del self.opened[twin]
             raise StreamError(
                 f"the parameter {self.names[twin]} streams as {list(stands_for.shape)} of "
                 f"{stands_for.dtype}, and was given other memory: {IN_MEMORY}"
             )
         self._refuse_shared(twin)
-        opened.is_written = True
+        opened.was_written = True
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """Save what was written; returns weights that stay in memory, as something keeps views of them."""
+        """Save what was written; returns weights that stay in memory in the next call.
+
+        Something keeps views of those that are still `opened`. The others cannot be saved, and stay for good.
+        """
         self._pointed.clear()
         self._close_unused()
+        for twin, opened in list(self.opened.items()):
+            if self.shares(twin) is not None and opened.is_written:
+                del self.opened[twin]
+                self._refuse_shared(twin)
+            self.share(twin)
         self._save()
-        staying = {twin: opened.watched.value for twin, opened in self._opened.items()} | self._written
-        self._opened.clear()
+        staying = {twin: opened.watched.value for twin, opened in self.opened.items()} | self._written
         self._written.clear()
         self.own.close()
         return staying
-
-    def _read(self, twin: int) -> torch.Tensor:
-        memory: dict[int, torch.Tensor] = {}
-        with plain_tensors_only():
-            return like(self.twins[twin], self.names[twin], lambda name: self.own.tensor(name, memory))
 
     def _parts(self, twin: int) -> dict[str, torch.Tensor]:
         return plain_tensors(self.names[twin], self.twins[twin])
 
     def _close_unused(self, but: int | None = None) -> None:
         """Give back the memory of weights to which nothing refers any more."""
-        for twin, opened in list(self._opened.items()):
+        for twin, opened in list(self.opened.items()):
             if twin == but or opened.watched.is_viewed:
                 continue
-            del self._opened[twin]
+            del self.opened[twin]
             value = opened.watched.value
-            if opened.is_written or (opened.digests is not None and _digests(value) != opened.digests):
+            if opened.is_written:
                 self._refuse_shared(twin)
                 self._written[twin] = value
         if sum(value.nbytes for value in self._written.values()) >= _WAITING:
@@ -205,8 +213,8 @@ class BetweenCalls:
             del self._written[twin]
 
     def _can_save(self, twin: int, value: torch.Tensor) -> bool:
-        written, former = plain_tensors("", value).values(), self._parts(twin).values()
-        if any(new.stride() != old.stride() for new, old in zip(written, former, strict=True)):
+        written, former = plain_tensors("", value), self._parts(twin)
+        if [*map(_geometry, written.values())] != [*map(_geometry, former.values())]:
             return False  # kernels add up weights that lie otherwise in another order
         parts = [self.own.facts.parts[name] for name in self._parts(twin)]
         return all(
@@ -234,6 +242,10 @@ class BetweenCalls:
         )
         self.own.close()
         self.has_changed = True
+
+
+def _geometry(part: torch.Tensor) -> tuple[object, ...]:
+    return part.shape, part.dtype, part.stride()
 
 
 def _digests(value: torch.Tensor) -> tuple[str, ...]:

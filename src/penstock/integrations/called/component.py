@@ -117,6 +117,7 @@ class CalledModule:
         self._left_beside = 0  # what the present plan leaves for weights that it does not foresee
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
+        self._viewed = set[int]()  # twins of which something kept views when the last call began
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
         places = Places(module, facts.parts)
         for twin, value in places.twins.items():
@@ -128,11 +129,12 @@ class CalledModule:
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
         self._own_bytes = self._places.bytes_of_others()
-        self._end_overrides = weakref.finalize(self, leave_twins_out())
+        leave_twins_out(1)
+        self._end_overrides = weakref.finalize(self, leave_twins_out, -1)
 
     def _build(self, places: Places) -> None:
         """Find out who reads what. Calls are observed anew."""
-        facts = self._between.own.facts.renamed(places.twins, self._between.names, places.all_names())
+        facts = places.renamed(self._between.own.facts, self._between.names)
         self._places, self._own = places, OwnMemory(facts, self._device, self._cap.count_read)
         self._steps = StepWeights(self.module, self._own, places)
         self._memory = PlanMemory(self._steps, self._cap.count_read)
@@ -149,12 +151,18 @@ class CalledModule:
 
     def _update(self) -> None:
         """Take up what has changed since the last call: parts that came or went, and weights written."""
+        if before := self._viewed:  # references to their values are counted, but for ours
+            self._places.settle({}, (self._memory.staying,))
+            for twin in before:
+                self._memory.staying.pop(twin, None)
         viewed = self._between.finish()
-        if not (self._forwards.have_changed or viewed or self._between.has_changed):
+        self._viewed = set(self._between.opened)
+        staying = self._memory.staying = self._memory.staying | viewed
+        if not (self._forwards.have_changed or viewed.keys() != before or self._between.has_changed):
+            if before:
+                self._memory.settle()
             return
         self.unload()
-        staying = {**self._memory.staying, **viewed}
-        self._memory.staying = {}
         self._places.settle({}, (staying,))
         self._units.rest()
         self._forwards.find()
@@ -200,9 +208,8 @@ class CalledModule:
     @property
     def residency(self) -> tuple[plans.Residency, ...]:
         """What the present plan does with the weights of each module; empty where there is none."""
-        if self.plan is None or self._memory.weights is None:
-            return ()
-        return plans.residency_of(self.plan, self._steps, self.name)
+        weights = self._memory.weights
+        return plans.residency_of(weights.plan, self._steps, self.name) if weights else ()
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call plans and loads again."""
@@ -225,6 +232,7 @@ class CalledModule:
         self._active = False
         self._cap.reserved -= self._added
         staying, self._memory.staying = self._memory.staying, {}
+        self._between.opened.clear()
         self._places.settle({}, (staying,))
         self._units.rest()
         self._forwards.let_go()
@@ -235,10 +243,9 @@ class CalledModule:
 
     def save_written(self) -> ModuleFacts:
         """Save weights written since the last call; return where all are, or raise as `_check_files`."""
-        with self._cap.lock:
-            self._update()
-            self._check_files()
-            return self._between.own.facts
+        self._update()
+        self._check_files()
+        return self._between.own.facts
 
     def _check_files(self) -> None:
         """Raise SourceError where a weight file is gone, or has other bytes than there were in memory."""
@@ -511,23 +518,30 @@ class CalledModule:
             order = self.orders[number].timed([seen.time for seen in steps])
             return self._plan_for([order], memory, memory - self._cap.nbytes + self._cap.room)[0].plan
 
+    def refuse_within(self, use: str) -> None:
+        """Raise StreamError in a thread that runs a call of the module, or parts of it."""
+        if (current := self._pass) is not None and threading.get_ident() in current.threads:
+            raise StreamError(f"{use} in a call of the {self.name}: do that when the call has ended")
+
     # Reads and writes that a plan does not foresee.
 
     def share(self, twin: int, suffix: str, value: torch.Tensor) -> None:
         """Note that something has a view of what `answer` has returned."""
         current = self._pass
+        if twin in self._memory.staying:
+            return
         if current is None:
-            if twin not in self._memory.staying:
-                self._between.share(twin)
+            self._between.share(twin)
         elif not any(value is current_value for current_value in current.values.values()):
             name = self._between.names[twin] + suffix
             current.copies.append((name, value, digest_of(value)))
 
     def write(self, twin: int, value: torch.Tensor) -> bool:
         """Note that something has written to what `answer` has returned; returns False if that is lost."""
+        if twin in self._memory.staying:
+            return True
         if (current := self._pass) is None:
-            if twin not in self._memory.staying:
-                self._between.write(twin)
+            self._between.write(twin)
             return True
         if self._standing(current, twin) is not None:  # seen at the end of the step, or of the pass
             return True
@@ -551,7 +565,7 @@ class CalledModule:
 
     def address(self, twin: int, suffix: str) -> int | None:
         """Return where what `answer` returns is, until the next call or the end of the step."""
-        if self._active and self._pass is None:
+        if self._active and self._pass is None and twin not in self._memory.staying:
             with self._cap.lock:
                 if self._kept(twin) is None:
                     return self._between.address(twin, suffix)
@@ -573,7 +587,8 @@ class CalledModule:
                 value = self._kept(twin)
                 return plain_tensors("", self._between.value(twin) if value is None else value)[suffix]
         fqn = self._places.names[twin]
-        if threading.get_ident() not in current.threads:  # which says nothing of what the call reads
+        if not (twin in self._memory.staying or threading.get_ident() in current.threads):
+            # This says nothing of what the call reads.
             return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
         if (value := self._standing(current, twin)) is not None:
             return plain_tensors("", value)[suffix]

@@ -136,17 +136,6 @@ class ModuleFacts:
         """Bytes of units that change little in a plan."""
         return self.nbytes // _FEW_UNITS
 
-    def renamed(
-        self, twins: Mapping[int, torch.Tensor], before: Mapping[int, str], now: Iterable[tuple[str, int]]
-    ) -> ModuleFacts:
-        """Return the facts under other names: `before` has the present ones by twin, `now` all new ones."""
-        known = {weight.fqn: weight for weight in self.weights}
-        weights = []
-        for fqn, twin in now:
-            for suffix in plain_tensors("", twins[twin]):
-                weights.append(replace(known[before[twin] + suffix], fqn=fqn + suffix))
-        return replace(self, weights=tuple(weights))
-
     def stacked(self, groups: Sequence[Sequence[str]]) -> ModuleFacts:
         """Return the facts in which the weights of each group are one storage, one behind the other.
 

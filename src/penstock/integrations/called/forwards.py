@@ -23,7 +23,6 @@ from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.measuring import (
     ROOM,
     compiled_graphs,
-    like,
     plain_tensors_only,
     run_uncounted,
 )
@@ -60,9 +59,8 @@ class OwnSteps:
 
     def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return a weight over `memory`, which this completes from the files."""
-        fqn, value = self._steps.places.names[twin], self._steps.places.twins[twin]
-        with plain_tensors_only():
-            weight = like(value, fqn, lambda name: self._own.tensor(name, memory))
+        places = self._steps.places
+        weight = self._own.weight(places.twins[twin], places.names[twin], memory)
         if twin not in self._steps.sums:
             self._steps.sums[twin] = sums_of(weight)
         return weight

@@ -152,6 +152,11 @@ class OwnMemory:
             memory |= self.read([part.storage])
         return tensor_in(memory[part.storage], part)
 
+    def weight(self, value: torch.Tensor, fqn: str, memory: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return an object like a parameter of a name, over `memory`, which this completes."""
+        with plain_tensors_only():
+            return like(value, fqn, lambda name: self.tensor(name, memory))
+
     def restamp(self, files: tuple[WeightFile, ...]) -> None:
         """Take up other stamps of the same files."""
         self.facts = replace(self.facts, files=files)
@@ -339,10 +344,7 @@ class CallSizes:
 
     def most(self, call: CallArguments) -> float:
         """The most bytes that a call takes beside weights; attention may take the square of the tokens."""
-        return min(
-            (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in self._factors(call)),
-            default=inf,
-        )
+        return min((beside * (f**2 if f > _ALIKE else 1) for f, beside in self._factors(call)), default=inf)
 
     def _factors(self, call: CallArguments) -> list[tuple[float, int]]:
         """The growth of each measured call to `call`, which is asked for several times, and what it took."""

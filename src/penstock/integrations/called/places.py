@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -117,9 +117,15 @@ class Places:
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
-    def all_names(self) -> list[tuple[str, int]]:
-        """Return every name of every twin."""
-        return [(place.fqn, id(place.twin)) for place in self.all]
+    def renamed(self, facts: ModuleFacts, before: Mapping[int, str]) -> ModuleFacts:
+        """Return facts under the names of these places; `before` has the present ones by twin."""
+        known = {weight.fqn: weight for weight in facts.weights}
+        weights = [
+            replace(known[before[id(place.twin)] + suffix], fqn=place.fqn + suffix)
+            for place in self.all
+            for suffix in plain_tensors("", place.twin)
+        ]
+        return replace(facts, weights=tuple(weights))
 
     def bytes_of_others(self) -> int:
         """Return the bytes of parameters and buffers in memory that are no twins."""
@@ -190,7 +196,7 @@ class Watched:
         return [(part._version, part.data_ptr()) for part in self.parts]
 
     def _count(self) -> int:
-        return sum(map(use_count, self.parts)) + sys.getrefcount(self.value)
+        return sum(use_count(part) + sys.getrefcount(part) for part in (*self.parts, self.value))
 
 
 _FACTORS = torch.from_numpy(numpy.random.default_rng(0).integers(-(2**63), 2**63 - 1, 4096))
@@ -215,17 +221,12 @@ _users = 0
 """The models for which `torch.overrides.has_torch_function` leaves twins out."""
 
 
-def leave_twins_out() -> Callable[[], None]:
-    """Let layers of torch.nn choose their kernels as if twins were plain parameters; returns what ends this.
+def leave_twins_out(more: int) -> None:
+    """Let layers of torch.nn choose their kernels as if twins were plain parameters, for `more` models.
 
     They ask `torch.overrides.has_torch_function` of their weights, and take slower kernels, with other bits,
     where one has a function of its own.
     """
-    _count_users(1)
-    return partial(_count_users, -1)
-
-
-def _count_users(more: int) -> None:
     global _users
     overrides: Any = torch.overrides
     with _overriding:

@@ -187,24 +187,26 @@ def residency_of(plan: Plan, steps: StepWeights, name: str) -> tuple[Residency, 
     pooled = set(plan.pool.storages) if plan.pool is not None else set[int]()
     twins = {fqn: twin for twin, fqn in steps.places.names.items()}
 
-    def of(module: str, fqns: Sequence[str]) -> Residency:
-        own_storages = set[int]().union(*(steps.storages_of(twins[fqn]) for fqn in fqns if fqn in twins))
-        nbytes = steps.facts.bytes_of(own_storages)
+    def of(own_storages: set[int]) -> tuple[str, str]:
         if own_storages <= steps.learned.resident:
-            return Residency(module, nbytes, "stays", "calls write it, or keep views of it")
-        streams = any(
+            return "stays", "calls write it, or keep views of it"
+        if own_storages & pooled:
+            return "by units", "calls read some of it"
+        if any(
             start < layout[s] + storages[s].nbytes and layout[s] < stop
             for s in own_storages
             for start, stop in moved
             if layout[s] >= 0
-        )
-        if own_storages & pooled:
-            return Residency(module, nbytes, "by units", "calls read some of it")
-        if streams:
-            return Residency(module, nbytes, "streams", "there is no room for all weights")
-        return Residency(module, nbytes, "stays", "there is room for it")
+        ):
+            return "streams", "there is no room for all weights"
+        return "stays", "there is room for it"
 
-    return tuple(of(path or name, fqns) for path, fqns in steps.readers.fqns.items())
+    residencies = []
+    for path, fqns in steps.readers.fqns.items():
+        own_storages = set[int]().union(*(steps.storages_of(twins[fqn]) for fqn in fqns if fqn in twins))
+        nbytes = sum(storages[s].nbytes for s in own_storages)
+        residencies.append(Residency(path or name, nbytes, *of(own_storages)))
+    return tuple(residencies)
 
 
 class PlanMemory:

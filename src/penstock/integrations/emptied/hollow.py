@@ -234,7 +234,7 @@ _SAVING = {"save_pretrained": "saved", "push_to_hub": "pushed to the hub"}
 ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
 
-_REPLACED = "penstock_replaced"
+REPLACED = "penstock_replaced"
 """The attribute of a module that has what stood in place of its replaced attributes, by name."""
 
 
@@ -265,8 +265,8 @@ def reduce_part(module: nn.Module, protocol: Any) -> Any:
 def _unchanged(module: nn.Module) -> nn.Module:
     """Return a module with the attributes that this one has without penstock."""
     unchanged = module.__class__.__new__(module.__class__)
-    state = vars(module) | vars(module)[_REPLACED]
-    vars(unchanged).update({n: v for n, v in state.items() if v is not _MISSING and n != _REPLACED})
+    state = vars(module) | vars(module)[REPLACED]
+    vars(unchanged).update({n: v for n, v in state.items() if v is not _MISSING and n != REPLACED})
     return unchanged
 
 
@@ -304,7 +304,7 @@ def _stays(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
 def replace_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
     """Set an attribute of the instance; returns a function that undoes it."""
     before = vars(module).get(name, _MISSING)
-    replaced = module.__dict__.setdefault(_REPLACED, {})
+    replaced = module.__dict__.setdefault(REPLACED, {})
     replaced.setdefault(name, before)
     module.__dict__[name] = value
 
@@ -312,7 +312,7 @@ def replace_attribute(module: nn.Module, name: str, value: object) -> Callable[[
         if replaced.get(name) is before:
             del replaced[name]
         if not replaced:
-            module.__dict__.pop(_REPLACED, None)
+            module.__dict__.pop(REPLACED, None)
         if vars(module).get(name) is value:
             del module.__dict__[name]
             if before is not _MISSING:

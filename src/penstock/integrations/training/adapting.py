@@ -105,8 +105,7 @@ class Adapting:
                     f"{fqn} requires grad and is in files: load trains what adapter= adds; freeze it "
                     "(requires_grad_(False)), or load the model with its library and use apply"
                 )
-        now = Places(module, (), places.twins).all_names()
-        return adapted, facts.renamed(places.twins, places.names, now)
+        return adapted, Places(module, (), places.twins).renamed(facts, places.names)
 
     def _adapted(self, module: Any) -> Any:
         adapter, kind = self.adapter, f"the {type(module).__name__}"

@@ -14,6 +14,7 @@ from tests.backends.executorch.delegate.pte_models import (
     DEEP,
     WIDE,
     Mlp,
+    copied,
     decoder_methods,
     for_rows,
     quantised_mlp,
@@ -67,3 +68,9 @@ def compiled(tmp_path_factory):
         return write_files(folder / "compiled", METHODS[name](), kernels="aotinductor")
 
     return made
+
+
+@pytest.fixture
+def files(exported, tmp_path):
+    """A copy of the MLP's files, to be damaged."""
+    return copied(exported("mlp")[0], tmp_path)

@@ -3,6 +3,7 @@
 Weights have unit gain, so that a weight that is read at the wrong time shows in the outputs.
 """
 
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,3 +152,9 @@ def write_files(folder, methods, *, delegated=True, budget=None, alignment=4096,
         program.write_to_file(file)
     program.write_tensor_data_to_file(str(folder))
     return Files(path, tuple(sorted(folder.glob("*.ptd"))))
+
+
+def copied(files, folder):
+    """A copy, to be changed."""
+    shutil.copytree(files.pte.parent, folder / "copy")
+    return Files(folder / "copy/model.pte", (folder / "copy/weights.ptd",))

@@ -19,7 +19,7 @@ import penstock
 from penstock.backends.executorch import read
 from penstock.backends.executorch.facts import SMALL
 from tests.backends.executorch.delegate.conftest import METHODS
-from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, WIDTH, Files, rows, write_files
+from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, WIDTH, copied, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program, outputs_of
 from tests.backends.executorch.forging import fields, forge
 from tests.hunt import nightly_but, sampled
@@ -152,12 +152,6 @@ def refused(runner, files, error, sentence, budget="100%"):
     (said,) = runner.sentences()
     assert sentence in said
     assert (said.count(". "), answer.programs) == (0, 0)
-
-
-def copied(files, folder):
-    """A copy, to be changed."""
-    shutil.copytree(files.pte.parent, folder / "copy")
-    return Files(folder / "copy/model.pte", (folder / "copy/weights.ptd",))
 
 
 def test_a_budget_below_the_floor(runner, compiled):
@@ -317,8 +311,7 @@ def test_where_sizes_cannot_be_checked_those_of_the_export_are_taken(runner, tmp
 
 def test_an_input_of_another_dtype_than_the_code_was_compiled_for(runner, files, tmp_path):
     """ExecuTorch refuses other dtypes than those of the method, so the region's own are changed here."""
-    shutil.copytree(files(True).pte.parent, tmp_path / "copy")
-    forged = Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
+    forged = copied(files(True), tmp_path)
     forge(forged.pte, region=fields(lambda one: one["takes"][1].update(dtype="int64")))
     (answer,) = runner([Program(forged)], [Call((rows(4), rows(4), rows(1)))])
     assert answer.error == "Error::InvalidArgument"

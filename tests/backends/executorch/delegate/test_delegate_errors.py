@@ -1,6 +1,5 @@
 """What the delegate refuses: one sentence that says what to do, and an error code."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,20 +9,13 @@ from torch.export import export
 import penstock
 from penstock.backends.executorch import read
 from penstock.schedule.payload.codec import VERSION
-from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Files, Mlp, rows, write_files
+from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Mlp, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 
 CALL = Call([rows()])
 
 _NEWEST = f'"version": {VERSION}'.encode()
-
-
-@pytest.fixture
-def files(exported, tmp_path):
-    """A copy of the MLP's files, to be damaged."""
-    shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / "copy")
-    return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
 
 
 def _refused(runner, program, error, sentence):

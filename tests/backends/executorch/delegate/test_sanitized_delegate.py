@@ -5,7 +5,6 @@ reads or writes, a value that it never wrote, or a race between two of its own a
 delegate and they share is checked where the delegate touches it, and calls of the C library everywhere.
 """
 
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, rows
+from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, rows
 from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 from tests.engines import ROOT
@@ -40,13 +39,6 @@ def runner(sanitized, tmp_path, monkeypatch):
     monkeypatch.setenv("TSAN_OPTIONS", "halt_on_error=1")
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=1")
     return Runner(sanitized / "run_pte", sanitized / "libpenstock_executorch.so", tmp_path)
-
-
-@pytest.fixture
-def files(exported, tmp_path):
-    """A copy of the MLP's files, to be damaged."""
-    shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / "copy")
-    return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
 
 
 def _assert_equal(answers, expected):
