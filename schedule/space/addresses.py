@@ -55,8 +55,7 @@ def pack_blocks(sizes: Sequence[int], alive: Sequence[Collection[int]], *, work:
     `work` limits the search, in pairs of conflicting blocks.
     """
     blocks = Blocks(sizes, alive, conflicts_of(alive), load_of(sizes, alive))
-    each_try = 1 + len(sizes) + sum(map(len, blocks.conflicts))
-    best = _improved(blocks, tries=1 + work // each_try)
+    best = _improved(blocks, tries=_tries(blocks.conflicts, work))
     top, bound = height(sizes, best), blocks.load
     if top > bound and len(sizes) <= _EXACT:
         better, complete = _BranchAndBound(blocks, top).run()
@@ -111,6 +110,10 @@ def load_of(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
     for size, steps in zip(sizes, alive, strict=True):
         at.update(dict.fromkeys(steps, size))
     return max(at.values(), default=0)
+
+
+def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
+    return 1 + work // (1 + len(conflicts) + sum(map(len, conflicts)))
 
 
 def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
