@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.payload.text import encode
@@ -119,14 +118,10 @@ _LAST = 6
 """The last rung that streams anything streams one part in so many of what the second one does."""
 
 
-def budgets(lowest: int, highest: int, rungs: int = RUNGS) -> tuple[int, ...]:
-    """The ascending budgets of a ladder, in bytes. Raises PlanError for fewer than two rungs."""
-    if rungs < 2:
-        raise PlanError(
-            f"a ladder has two plans or more, got {rungs}: the floor's, and one that streams nothing"
-        )
-    most, steps = max(0, highest - 2 * lowest), rungs - 3
-    spaced = {highest - int(most * _LAST ** (-k / max(1, steps))) for k in range(steps + 1)}
+def budgets(lowest: int, highest: int) -> tuple[int, ...]:
+    """The ascending budgets of a ladder, in bytes."""
+    most, steps = max(0, highest - 2 * lowest), RUNGS - 3
+    spaced = {highest - int(most * _LAST ** (-k / steps)) for k in range(steps + 1)}
     return tuple(sorted({lowest, highest, *(nbytes for nbytes in spaced if nbytes > lowest)}))
 
 

@@ -446,7 +446,6 @@ def save_report(
     plan: Decisions,
     path: str | PathLike[str],
     *,
-    names: Sequence[str] | None = None,
     sweep: Sequence[Mapping[str, Any]] = (),
     origin: Origin | None = None,
     force: bool = False,
@@ -454,22 +453,21 @@ def save_report(
     """Write the plan as one page of HTML that needs no network and no other file.
 
     Methods whose calls come in turn are drawn as one, here and in the other pictures.
-    `names` are the storages' names, those of the plan by default. `sweep` has the points of the
-    budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and `policies` (name to ns).
+    `sweep` has the points of the budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and
+    `policies` (name to ns).
     `origin` says where the plan comes from. `force` replaces a file that exists.
 
     Raises:
-        PlanError: `path` exists or cannot be written, or there is not one name for each storage.
+        PlanError: `path` exists or cannot be written.
     """
     target = _new_file(path, force=force)
-    _write(target, [render_page(joined(plan), names_of(plan, names), origin or Origin(), sweep)], force=force)
+    _write(target, [render_page(joined(plan), names_of(plan), origin or Origin(), sweep)], force=force)
 
 
 def save_timeline(
     plan: Decisions,
     path: str | PathLike[str],
     *,
-    names: Sequence[str] | None = None,
     passes: int = 3,
     force: bool = False,
 ) -> None:
@@ -479,12 +477,11 @@ def save_timeline(
     (Trace Event Format, Google, 2016: times are microseconds.) `force` replaces a file that exists.
 
     Raises:
-        PlanError: `path` exists or cannot be written, `passes` is not positive, or there is not one
-            name for each storage.
+        PlanError: `path` exists or cannot be written, or `passes` is not positive.
     """
     if passes < 1:
         raise PlanError(f"a timeline of {passes} passes shows nothing; ask for at least 1")
-    plan, called = joined(plan), names_of(plan, names)
+    plan, called = joined(plan), names_of(plan)
     target = _new_file(path, force=force)
     events = (event for number in range(len(plan.traces)) for event in _events(plan, number, called, passes))
     lines = (f"{',' if number else ''}\n{json.dumps(event)}" for number, event in enumerate(events))

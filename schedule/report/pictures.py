@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.schedule.clock.event_graph import PassTimes, launched_steps, simulate
-from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Range, Schedule, Trace
 from penstock.schedule.space.spans import merged
 
@@ -155,13 +154,9 @@ def stays_of(plan: Decisions, index: int, copies: Sequence[Copy]) -> tuple[Stay,
     return tuple(stays)
 
 
-def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[str]:
-    """`names`, or those in the plan, or numbers. Raises PlanError unless each storage has a name."""
-    count = len(plan.arena.layout)
-    chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
-    if len(chosen) != count:
-        raise PlanError(f"expected a name for each of {count} storages, got {len(chosen)}")
-    return chosen
+def names_of(plan: Decisions) -> Sequence[str]:
+    """The names of storages in the plan, or numbers."""
+    return plan.names or [f"storage {s}" for s in range(len(plan.arena.layout))]
 
 
 def title_of(weights: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import budgets, ladder
@@ -25,17 +24,9 @@ def test_budgets_reach_from_the_floor_to_everything_and_stream_shares_of_the_one
     assert shares == pytest.approx([6 ** (-1 / 5)] * 5)
 
 
-@pytest.mark.parametrize(
-    ("lowest", "highest", "rungs", "expected"),
-    [(10, 10, 8, (10,)), (9, 10, 8, (9, 10)), (10, 1000, 2, (10, 1000)), (10, 1000, 3, (10, 20, 1000))],
-)
-def test_short_ladders(lowest, highest, rungs, expected):
-    assert budgets(lowest, highest, rungs) == expected
-
-
-def test_a_ladder_of_one_plan_is_refused():
-    with pytest.raises(PlanError, match="a ladder has two plans or more, got 1"):
-        budgets(10, 20, 1)
+@pytest.mark.parametrize(("lowest", "highest", "expected"), [(10, 10, (10,)), (9, 10, (9, 10))])
+def test_short_ladders(lowest, highest, expected):
+    assert budgets(lowest, highest) == expected
 
 
 def test_a_budget_between_two_rungs_loses_no_more_than_the_page_says():

@@ -150,8 +150,6 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, save):
         save(plan, tmp_path / "nowhere")
     with pytest.raises(PlanError, match="missing is not a folder"):
         save(plan, tmp_path / "missing" / "out")
-    with pytest.raises(PlanError, match="expected a name for each of 8 storages, got 1"):
-        save(plan, tmp_path / "other", names=["one"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nowhere", "out"]
 
 
@@ -179,7 +177,7 @@ def test_the_library_of_the_page_is_the_one_that_its_authors_publish(tmp_path):
 
 def test_a_name_cannot_end_the_data(tmp_path):
     names = ["</script><script>alert(1)</script>", "<!--", *"cdefgh"]
-    save_report(equal_plan(), tmp_path / "plan.html", names=names)
+    save_report(replace(equal_plan(), names=names), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert page.count("</script>") == 2
     packed = page.split('id="plan-data">')[1].split("</script>")[0]

@@ -38,7 +38,7 @@ def names(count):
 )
 def test_the_page_opens_and_names_what_the_pointer_is_at(browser, tmp_path, kind, scheme):
     plan = equal_plan(kind=kind)
-    page = Page(browser, save(tmp_path, plan, names=names(8)), scheme=scheme)
+    page = Page(browser, save(tmp_path, replace(plan, names=names(8))), scheme=scheme)
     assert page.text("h1").startswith("Streaming ")
     background = "return getComputedStyle(document.body).backgroundColor"
     assert (browser.execute_script(background) == "rgb(17, 20, 23)") == (scheme == "dark")
@@ -63,7 +63,7 @@ def test_the_page_opens_and_names_what_the_pointer_is_at(browser, tmp_path, kind
 
 
 def test_search_order_and_kinds_narrow_the_table_down(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan(12, kind="contiguous", units=6), names=names(12)))
+    page = Page(browser, save(tmp_path, replace(equal_plan(12, kind="contiguous", units=6), names=names(12))))
     assert page.rows() == names(12)
     assert page.search("block.1") == ["block.1.weight", "block.10.weight", "block.11.weight"]
     assert page.text("#count") == "3 of 12 weights, 12 KiB"
@@ -84,7 +84,7 @@ def test_search_order_and_kinds_narrow_the_table_down(browser, tmp_path):
 
 
 def test_the_picture_obeys_keys_buttons_and_the_wheel(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
+    page = Page(browser, save(tmp_path, replace(equal_plan(), names=names(8))))
     streamed = page.picture()
     page.keys("0")
     whole = page.picture()
@@ -219,7 +219,7 @@ def test_odd_plans_open_at_any_width(browser, tmp_path, what, plan, width):
 
 def test_names_are_shown_and_never_obeyed(browser, tmp_path):
     hostile = ["</script><script>document.title = 'hit'</script>", "<img src=x onerror=alert(1)>", *"cdefgh"]
-    page = Page(browser, save(tmp_path, equal_plan(), names=hostile))
+    page = Page(browser, save(tmp_path, replace(equal_plan(), names=hostile)))
     assert page.rows() == hostile
     assert browser.title == "plan within 50% (16.00 KiB) - penstock"
     assert page.complaints() == []

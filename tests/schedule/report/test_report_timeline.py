@@ -29,8 +29,8 @@ def threads(events):
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_the_timeline_is_a_trace_of_complete_events(tmp_path, kind):
-    plan = equal_plan(kind=kind)
-    save_timeline(plan, tmp_path / "plan.json", names=[f"w{s}" for s in range(8)], passes=3)
+    plan = replace(equal_plan(kind=kind), names=[f"w{s}" for s in range(8)])
+    save_timeline(plan, tmp_path / "plan.json", passes=3)
     trace = json.loads((tmp_path / "plan.json").read_text())
     lanes = threads(trace["traceEvents"])
     assert set(lanes) == {"compute", "link"}
