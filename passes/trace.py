@@ -21,7 +21,7 @@ from penstock.passes.probes import STORE
 from penstock.passes.weights.usage import Usage, is_view, outs_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import IN_ARENA, Hardware, Method, SparseRead, Step, Storage, Trace, Work
+from penstock.schedule.facts.model import Hardware, Method, SparseRead, Step, Storage, Trace, Work
 
 aten = torch.ops.aten
 
@@ -53,7 +53,11 @@ def observe(
     `sparse` are the reads by units, by the names of their nodes. Costs are for the sizes that the program was
     exported with. The body of a loop counts once.
     """
-    streamable = {s for s, storage in enumerate(storages) if storage.kind in IN_ARENA and storage.nbytes}
+    streamable = {
+        s
+        for s, storage in enumerate(storages)
+        if storage.kind in ("streamable", "produced") and storage.nbytes
+    }
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
     steps = tuple(
         replace(step, sparse=(sparse[step.name],)) if step.name in sparse else step for step in steps
@@ -115,8 +119,11 @@ def work_of(node: fx.Node) -> Work:
         return Work()
     written = sum(_nbytes(tensor) for tensor in tensors_of(node.meta.get("val")))
     outs = outs_of(node)  # their bytes are those of the result
-    pairs = zip(node.all_input_nodes, inputs, strict=True)
-    operands = [sum(map(_nbytes, tensors)) for operand, tensors in pairs if operand not in outs]
+    operands = [
+        sum(map(_nbytes, tensors))
+        for operand, tensors in zip(node.all_input_nodes, inputs, strict=True)
+        if operand not in outs
+    ]
     if node.target in GATHERS and operands:
         operands[0] = min(operands[0], written)
     return Work(node.meta.get(FLOPS, 0), written + sum(operands))

@@ -65,11 +65,11 @@ def load_module(
     payload = program.payload
     # The code first: no byte of a weight is read for a program that does not fit, or that needs trust.
     check_compiled_for(payload, device.name if device else options.device)
-    code: compiled.LoadedPackage | eager.LoweredProgram
-    if payload.lowering == "inductor":
-        code = compiled.load(program.path, payload, trust=program.trust, index=index_of(options.device))
-    else:
-        code = program.lowered
+    code: compiled.LoadedPackage | eager.LoweredProgram = (
+        compiled.load(program.path, payload, trust=program.trust, index=index_of(options.device))
+        if payload.lowering == "inductor"
+        else program.lowered
+    )
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(payload, plan, options, program.beside_bytes, program.activation_bytes)
     if device is None:
@@ -159,7 +159,9 @@ def load_weights(
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
-        resources=Resources(streamer, closers, lambda: fixed.in_reader or bool(pooled and pooled.in_reader)),
+        resources=Resources(
+            streamer, closers, lambda: fixed.in_reader or (pooled is not None and pooled.in_reader)
+        ),
         usage=partial(memory_use, plan, memory, fixed.nbytes, options.readers, pooled),
         wait=fixed.wait,
         team=team,

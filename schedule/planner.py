@@ -17,7 +17,7 @@ from penstock.schedule.bound.gaps import needed_bytes
 from penstock.schedule.bound.relaxation import Relaxation, Tier, pass_ns, relax, tier_of, usable_bytes
 from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Pool, Schedule, Step, Trace
+from penstock.schedule.facts.model import Pool, Schedule, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine, facts_faults
@@ -89,15 +89,22 @@ def floor(demand: Demand) -> Floor:
 def _floor(pieces: Pieces) -> Floor:
     demand, outside, most = pieces.demand, pieces.demand.outside_bytes, pieces.demand.streamed_bytes
     weighed = pieces.runs if demand.arena.kind == "paged" else pieces.copied
-    steps: list[tuple[int, Step]] = []
-    for number, trace in enumerate(demand.traces):
-        steps += zip(needed_bytes(weighed, len(trace.steps), number=number), trace.steps, strict=True)
+    steps = [
+        (nbytes, step)
+        for number, trace in enumerate(demand.traces)
+        for nbytes, step in zip(
+            needed_bytes(weighed, len(trace.steps), number=number), trace.steps, strict=True
+        )
+    ]
     if not steps:
         return Floor(outside, "", ())
     lower, step = max(steps, key=lambda needed: needed[0])
     upper = max(lower, tight(pieces.blocks).nbytes) if demand.arena.kind == "contiguous" else lower
-    uses = (s for s in (*step.reads, *step.writes) if demand.arena.layout[s] >= 0)
-    reads = tuple(s for s in uses if demand.storages[s].nbytes > 0)
+    reads = tuple(
+        s
+        for s in (*step.reads, *step.writes)
+        if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0
+    )
     return Floor(outside + min(upper, most), step.name, reads)
 
 

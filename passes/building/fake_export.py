@@ -198,8 +198,11 @@ def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor])
 
 def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the buffers that no checkpoint has, neither by name nor as views of its tensors."""
-    values = module.state_dict(keep_vars=True).values()
-    saved = {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+    saved = {
+        tensor.untyped_storage()._cdata
+        for tensor in module.state_dict(keep_vars=True).values()
+        if isinstance(tensor, torch.Tensor)
+    }
     return [
         (join(name, key), tensor)
         for name, child in module.named_modules(remove_duplicate=False)

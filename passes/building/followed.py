@@ -245,8 +245,13 @@ def _layout(value: Any) -> object:
     """Where a fake tensor lies; equal for no other one, and for nothing that is none."""
     if not isinstance(value, FakeTensor):
         return value if value is None else object()
-    place = (value.untyped_storage()._cdata, value.storage_offset())
-    return (*place, [*value.shape], [*value.stride()], value.dtype)
+    return (
+        value.untyped_storage()._cdata,
+        value.storage_offset(),
+        [*value.shape],
+        [*value.stride()],
+        value.dtype,
+    )
 
 
 def _storages(node: fx.Node) -> set[int]:

@@ -105,8 +105,13 @@ def of_class(kind: type) -> Holder:
     """Return the holder of the attributes of a class that are no methods."""
 
     def read() -> Contents:
-        values = [(k, v) for k, v in vars(kind).items() if not k.startswith(("__", "_abc"))]
-        return {k: v for k, v in values if not hasattr(v, "__get__") and not isinstance(v, DEFINITIONS)}
+        return {
+            name: value
+            for name, value in list(vars(kind).items())
+            if not (
+                name.startswith(("__", "_abc")) or hasattr(value, "__get__") or isinstance(value, DEFINITIONS)
+            )
+        }
 
     def write(was: Contents) -> None:
         for name in read().keys() - was.keys():
@@ -121,8 +126,11 @@ def of_names(module: str, definitions: dict[str, Any], names: Collection[str]) -
     """Return the holder of global names of a module that are no definitions."""
 
     def read() -> Contents:
-        values = ((name, definitions[name]) for name in names if name in definitions)
-        return {name: value for name, value in values if not isinstance(value, DEFINITIONS)}
+        return {
+            name: definitions[name]
+            for name in names
+            if name in definitions and not isinstance(definitions[name], DEFINITIONS)
+        }
 
     def write(was: Contents) -> None:
         for name in read().keys() - was.keys():

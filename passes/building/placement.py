@@ -212,8 +212,14 @@ def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:
     """The device of each tensor by name. Raises PassError for a pattern without a match, or two for one."""
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors |= module.named_buffers(remove_duplicate=False)
+    tensors = {
+        name: tensor
+        for named_tensors in (
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in named_tensors
+    }
     if placement is None:
         return {name: asked.of(tensor) for name, tensor in tensors.items()}
     if isinstance(placement, str | torch.device):

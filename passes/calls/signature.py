@@ -256,8 +256,11 @@ def _positional(expected: pytree.TreeSpec, got: pytree.TreeSpec, names: Sequence
     for name in names[len(by_position) :]:
         yield f"{name} is given by keyword, and is positional" if name in by_keyword else f"{name} is missing"
     if len(by_position) > len(names):
-        count = len(by_position)
-        many = f"{count} positional arguments are" if count > 1 else "a positional argument is"
+        many = (
+            f"{len(by_position)} positional arguments are"
+            if len(by_position) > 1
+            else "a positional argument is"
+        )
         yield f"{many} given, and it takes {len(names) or 'none'}"
     for name, wanted_tree, other in zip(names, expected.children()[0].children(), by_position, strict=False):
         yield from _differences(name, wanted_tree, other)

@@ -137,8 +137,11 @@ def _registered(name: str) -> OpOverload | HigherOrderOperator | None:
         return None
     if len(parts) == 2 and parts[0] == "higher_order":
         candidate = getattr(torch.ops.higher_order, parts[1], None)
-        is_operator = isinstance(candidate, HigherOrderOperator) and candidate.__name__ == parts[1]
-        return candidate if is_operator else None
+        return (
+            candidate
+            if isinstance(candidate, HigherOrderOperator) and candidate.__name__ == parts[1]
+            else None
+        )
     if len(parts) != 3 or hasattr(type(torch.ops), parts[0]):
         return None
     namespace, packet_name, overload = parts
@@ -324,10 +327,13 @@ def decode_graph(stored: Any, *, trust: bool = False) -> tuple[fx.Graph, Bodies]
             raise PassError(f"the graph has two nodes {name!r}")
         if op == "get_attr" and target not in stored["bodies"]:
             raise PassError(f"node {name} is the body {target}, which the graph does not have: compile again")
-        called = functions[target] if op == "call_function" else target
-        decoded_args = tuple(decode_value(arg, values) for arg in args)
-        decoded_kwargs = {key: decode_value(value, values) for key, value in kwargs.items()}
-        node = graph.create_node(op, called, decoded_args, decoded_kwargs, name)
+        node = graph.create_node(
+            op,
+            functions[target] if op == "call_function" else target,
+            tuple(decode_value(arg, values) for arg in args),
+            {key: decode_value(value, values) for key, value in kwargs.items()},
+            name,
+        )
         node.name = name  # export may name a node like a builtin of Python, which FX itself would not
         if transfer:
             node.meta[TRANSFER] = True

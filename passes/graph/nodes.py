@@ -155,8 +155,11 @@ def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graph modules that a control-flow operator is given, or the one that a node calls."""
     owner = node.graph.owning_module
     operands = [node] if node.op == "call_module" else node.all_input_nodes
-    targets = [str(operand.target) for operand in operands if operand.op in ("get_attr", "call_module")]
-    modules = [getattr(owner, target, None) for target in targets]
+    modules = [
+        getattr(owner, str(operand.target), None)
+        for operand in operands
+        if operand.op in ("get_attr", "call_module")
+    ]
     return [module for module in modules if isinstance(module, fx.GraphModule)]
 
 

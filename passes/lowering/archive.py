@@ -250,8 +250,11 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
 def check_ranks(folder: Path, payload: Payload) -> None:
     """Raises PayloadError for a program with collectives that another rank has compiled."""
     with open_programs(folder, payload) as archive:
-        stored = RANKS in archive.namelist()
-        ranks = Ranks.from_bytes(read_member(archive, RANKS, "a configuration")) if stored else None
+        ranks = (
+            Ranks.from_bytes(read_member(archive, RANKS, "a configuration"))
+            if RANKS in archive.namelist()
+            else None
+        )
     if ranks is not None:
         ranks.check_here(str(folder))
 

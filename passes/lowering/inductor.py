@@ -352,8 +352,12 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     hollow = without_values(exported, weights, shared)
     before: list[GraphPass] = [*own_passes(compiled.options), NamedLiterals(hollow), OldValues(weights)]
     probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), before)
-    patches = {**compiled.options, **options_for(compiled.payload), **FIXED}
-    patches["post_grad_custom_post_pass"] = probes
+    patches = {
+        **compiled.options,
+        **options_for(compiled.payload),
+        **FIXED,
+        "post_grad_custom_post_pass": probes,
+    }
     reads = compiled.reads_by_units(method.graph)
     files = _run_inductor(with_operators(hollow, method.graph, reads), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))
@@ -441,10 +445,11 @@ def observed(
         if k < len(names) and not names[k]:
             names[k] = step.name
     tail = sum_of(leads[-1], reads[-1], placed.tail)
-    facts = enumerate(zip(observation.steps, names, leads, reads, strict=False))
     steps = [
         Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
-        for k, (step, name, lead, read) in facts
+        for k, (step, name, lead, read) in enumerate(
+            zip(observation.steps, names, leads, reads, strict=False)
+        )
     ]
     units = [-1] * len(by_units)
     works = {step.name: step.read_work for step in modelled.steps}
@@ -517,9 +522,13 @@ def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
     from torch._inductor import config
 
     passes_given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
-    if isinstance(passes_given, list | tuple):
-        return tuple(passes_given)
-    return (passes_given,) if passes_given else ()
+    return (
+        tuple(passes_given)
+        if isinstance(passes_given, list | tuple)
+        else (passes_given,)
+        if passes_given
+        else ()
+    )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -555,6 +564,9 @@ def _causes(error: BaseException) -> Sequence[BaseException]:
         candidate = waiting.pop()
         if candidate is not None and candidate not in errors:
             errors.append(candidate)
-            waiting += [candidate.__cause__, candidate.__context__]
-            waiting.append(getattr(candidate, "inner_exception", None))
+            waiting += [
+                candidate.__cause__,
+                candidate.__context__,
+                getattr(candidate, "inner_exception", None),
+            ]
     return errors

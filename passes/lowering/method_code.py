@@ -179,8 +179,12 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
 
 def _checked_strides(stored: Any) -> dict[int, tuple[int, ...]]:
     for stride in stored if isinstance(stored, list) else [stored]:
-        is_pair = isinstance(stride, list) and len(stride) == 2
-        fits = is_pair and type(stride[0]) is int and isinstance(stride[1], list)
+        fits = (
+            isinstance(stride, list)
+            and len(stride) == 2
+            and type(stride[0]) is int
+            and isinstance(stride[1], list)
+        )
         if not fits or any(type(step) is not int for step in stride[1]):
             refuse(stride, "stride of an input")
     return {number: tuple(stride) for number, stride in stored}

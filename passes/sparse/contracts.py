@@ -18,7 +18,7 @@ from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
 from penstock.passes.graph.propagation import propagate, storages_of
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import ITEM_SIZES, Computed, Part, SparseRead, Step, Storage, Trace
+from penstock.schedule.facts.model import ITEM_SIZES, Computed, Part, SparseRead, Storage, Trace
 
 FIRST = 2
 """The number of the operator's argument that is the first input of its body."""
@@ -163,10 +163,16 @@ def with_common_units(traces: Sequence[Trace]) -> tuple[Trace, ...]:
         asked = count if read.tiles else min(read.asked, count)
         return replace(read, view=view, asked=asked, slices=view.shape[1])
 
-    def with_runs(step: Step) -> Step:
-        return replace(step, sparse=tuple(map(regrouped, step.sparse))) if step.sparse else step
-
-    return tuple(replace(trace, steps=tuple(map(with_runs, trace.steps))) for trace in traces)
+    return tuple(
+        replace(
+            trace,
+            steps=tuple(
+                replace(step, sparse=tuple(map(regrouped, step.sparse))) if step.sparse else step
+                for step in trace.steps
+            ),
+        )
+        for trace in traces
+    )
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

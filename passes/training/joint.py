@@ -508,8 +508,13 @@ def _traced(
     refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
     _unwrap_effects(graph)
-    meanings = [placeholder.meta["desc"] for placeholder in _plain(graph)]
-    _name_inputs(graph, {meaning: names[flat.shown[meaning.idx]] for meaning in meanings})
+    _name_inputs(
+        graph,
+        {
+            placeholder.meta["desc"]: names[flat.shown[placeholder.meta["desc"].idx]]
+            for placeholder in _plain(graph)
+        },
+    )
     return _Trace(graph_module.graph_module, flat)
 
 
@@ -656,9 +661,13 @@ def _is_gradient(node: fx.Node) -> bool:
 def _meanings(trace: _Trace, here: Mapping[fx.Node, fx.Node]) -> _Meanings:
     output = trace.made.graph.output_node()
     returned: Any = output.args[0]
-    inputs = [(here.get(node, node).name, node.meta["desc"]) for node in placeholders_of(trace.made.graph)]
-    named = [node and here.get(node, node).name for node in returned]
-    return inputs, list(zip(named, output.meta["desc"], strict=True))
+    return (
+        [(here.get(node, node).name, node.meta["desc"]) for node in placeholders_of(trace.made.graph)],
+        [
+            (node and here.get(node, node).name, meaning)
+            for node, meaning in zip(returned, output.meta["desc"], strict=True)
+        ],
+    )
 
 
 def _described(graph_module: fx.GraphModule, flat: _Flat, results: int, meanings: _Meanings) -> Joint:

@@ -64,9 +64,12 @@ class SegmentGradients(HigherOrderOperator):
         ]
         if not pairs:
             return (None,) * len(wanted)
-        outputs, of_outputs = [value for value, _ in pairs], [tangent for _, tangent in pairs]
-        wanted_inputs = [inputs[k] for k in wanted]
-        gradients = torch.autograd.grad(outputs, wanted_inputs, of_outputs, allow_unused=True)
+        gradients = torch.autograd.grad(
+            [value for value, _ in pairs],
+            [inputs[k] for k in wanted],
+            [tangent for _, tangent in pairs],
+            allow_unused=True,
+        )
         return tuple(_own(gradient, tensors) for gradient in gradients)
 
 

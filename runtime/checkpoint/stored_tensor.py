@@ -83,8 +83,11 @@ class Reading:
         """Tells whether the bytes are one run of each box: all dimensions but the first are taken whole."""
         inner = self.tensor.whole[1:]
         sizes = self.tensor.shape[1:]
-        whole_rows = self.region[1:] == inner and all(box.sizes[1:] == sizes for box in self.tensor.boxes)
-        return self.cast is None and whole_rows
+        return (
+            self.cast is None
+            and self.region[1:] == inner
+            and all(box.sizes[1:] == sizes for box in self.tensor.boxes)
+        )
 
     @property
     def _item(self) -> int:

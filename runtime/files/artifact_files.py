@@ -322,8 +322,11 @@ def check_folder(folder: Path, payload: Payload, beside: Collection[str]) -> Non
     accounted |= {payload.program.path} if payload.program else set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_folder = path.is_dir() and not path.is_symlink()
-        inside = is_folder and any(file_name.startswith(f"{name}/") for file_name in accounted)
+        inside = (
+            path.is_dir()
+            and not path.is_symlink()
+            and any(file_name.startswith(f"{name}/") for file_name in accounted)
+        )
         if not inside and (name not in accounted or path.is_symlink() or not path.is_file()):
             raise SourceError(f"{folder} holds {name}, which is no part of it as it was compiled: remove it")
     for k in packed:

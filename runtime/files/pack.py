@@ -220,8 +220,11 @@ def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence
             "data_offsets": (offset, offset + packed.nbytes),
         }
     for number, (start, stop) in enumerate(pads):
-        pad = {"dtype": "U8", "shape": (stop - start,), "data_offsets": (start, stop)}
-        fields[f"{PAD_PREFIX}{number}"] = pad
+        fields[f"{PAD_PREFIX}{number}"] = {
+            "dtype": "U8",
+            "shape": (stop - start,),
+            "data_offsets": (start, stop),
+        }
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(PREFIX_BYTES + len(text)) % BLOCK)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text

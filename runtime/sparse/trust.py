@@ -86,11 +86,18 @@ _LARGEST = 16 << 20
 
 def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
     """The traces, in which only those reads are by units whose operators were seen to read nothing else."""
-
-    def with_trusted(step: Step) -> Step:
-        return replace(step, sparse=tuple(read for read in step.sparse if _trusted(read, step)))
-
-    return tuple(replace(trace, steps=tuple(map(with_trusted, trace.steps))) for trace in traces)
+    return tuple(
+        replace(
+            trace,
+            steps=tuple(
+                replace(step, sparse=tuple(read for read in step.sparse if _trusted(read, step)))
+                if step.sparse
+                else step
+                for step in trace.steps
+            ),
+        )
+        for trace in traces
+    )
 
 
 def _trusted(read: SparseRead, step: Step) -> bool:

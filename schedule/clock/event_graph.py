@@ -70,11 +70,13 @@ def unit_edges(
 def _next_place(schedule: Schedule, line: Sequence[int], step: int, n: int) -> tuple[int, int]:
     """The pass (0: this, 1: the next) and the place in a line of the first transfer that waits for `step`."""
     afters = [schedule.transfers[i].after for i in line]
-    for height, reached in ((0, step), (1, step - n)):
-        for place, after in enumerate(afters):
-            if after >= reached:
-                return height, place
-    return 1, 0
+    places = [
+        (height, place)
+        for height, reached in ((0, step), (1, step - n))
+        for place, after in enumerate(afters)
+        if after >= reached
+    ]
+    return next(iter(places), (1, 0))
 
 
 def launch_edges(

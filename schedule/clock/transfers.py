@@ -210,11 +210,18 @@ class Loads:
         number: int = 0,
         call_ends: Callable[[int], int] | None = None,
     ) -> None:
-        rows = []
-        for index, gap in enumerate(gaps):
-            passes, step = divmod(gap.closes, steps)
-            for place, span in enumerate(groups[gap.group].spans):
-                rows.append((step, gap.opens - passes * steps, span.start, span.stop, place, index))
+        rows = [
+            (
+                gap.closes % steps,
+                gap.opens - gap.closes // steps * steps,
+                span.start,
+                span.stop,
+                number,
+                index,
+            )
+            for index, gap in enumerate(gaps)
+            for number, span in enumerate(groups[gap.group].spans)
+        ]
         table = numpy.array(sorted(rows), dtype=numpy.int64).reshape(len(rows), 6)
         self.step, self.dropped, self.start, self.stop, self.number, self.gap = table.T
         self.nbytes = self.stop - self.start
@@ -348,8 +355,13 @@ class Loads:
         first: dict[int, tuple[int, int, int, int]] = {}
         produced_rows = numpy.nonzero(self.produced[rows])[0]
         spans = self.span[rows][produced_rows]
-        starts, stops = self.start[rows][produced_rows], self.stop[rows][produced_rows]
-        columns = (spans, self.written[spans], dropped[produced_rows], starts, stops)
+        columns = (
+            spans,
+            self.written[spans],
+            dropped[produced_rows],
+            self.start[rows][produced_rows],
+            self.stop[rows][produced_rows],
+        )
         for span, *facts in zip(*(column.tolist() for column in columns), strict=True):
             first.setdefault(span, tuple(facts))
         pieces = ((start, stop, step, written) for written, step, start, stop in sorted(first.values()))

@@ -262,9 +262,12 @@ def roofline_ns(work: Work, hardware: Hardware) -> int:
 
 def with_times(trace: Trace, hardware: Hardware) -> Trace:
     """The trace with times modelled for `hardware` from the trace's work; `gap_ns` stays as it is."""
-    times = ((roofline_ns(s.lead_work, hardware), roofline_ns(s.read_work, hardware)) for s in trace.steps)
-    timed = zip(trace.steps, times, strict=True)
-    steps = tuple(replace(step, lead_ns=lead_ns, read_ns=read_ns) for step, (lead_ns, read_ns) in timed)
+    steps = tuple(
+        replace(
+            step, lead_ns=roofline_ns(step.lead_work, hardware), read_ns=roofline_ns(step.read_work, hardware)
+        )
+        for step in trace.steps
+    )
     return replace(trace, steps=steps, tail_ns=roofline_ns(trace.tail_work, hardware), times="modelled")
 
 

@@ -271,8 +271,11 @@ def _ranges(plan: Decisions, path: str) -> Iterator[str]:
             yield from size_faults(nbytes, f"{here}.staged[{j}]")
         bound = schedule.lower_bound_ns or 0
         yield from range_faults(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
-        for name in ("transfers", "drops", "boundary"):
-            ranges.append((f"schedules[{i}].{name}", getattr(schedule, name) or ()))
+        ranges += [
+            (f"schedules[{i}].transfers", schedule.transfers),
+            (f"schedules[{i}].drops", schedule.drops),
+            (f"schedules[{i}].boundary", schedule.boundary or ()),
+        ]
     if plan.host is not None:
         yield from size_faults(plan.host.nbytes, f"{path}.host.nbytes")
         ranges.append(("host.resident", plan.host.resident))

@@ -190,8 +190,11 @@ def note_of_first(picture: Picture) -> str:
     resident_bytes += sum(
         stay.range.nbytes for stay in picture.stays if stay.until >= len(picture.trace.steps)
     )
-    there = f" The {format_size(resident_bytes)} that stay between passes are in memory when it begins."
-    there = there if resident_bytes else ""
+    there = (
+        f" The {format_size(resident_bytes)} that stay between passes are in memory when it begins."
+        if resident_bytes
+        else ""
+    )
     return f"The first pass of {_called(picture)} takes {_time(picture, picture.views.first)}.{there}"
 
 
@@ -396,8 +399,13 @@ def _view(picture: Picture, view: View, sayings: Sayings, about: dict[str, int])
         return (_PAINTS.get(paint, paint), at, *(time - zero for time in times), low, high)
 
     def bar(interval: Interval, lane: int) -> Sequence[Any]:
-        times = (interval.start, interval.start, interval.end)
-        return piece(interval.kind, sayings.of_interval(interval), times, lane, lane + 1)
+        return piece(
+            interval.kind,
+            sayings.of_interval(interval),
+            (interval.start, interval.start, interval.end),
+            lane,
+            lane + 1,
+        )
 
     def box(drawn_box: Box, paint: str, facts: Facts) -> Sequence[Any]:
         moved = (
@@ -550,8 +558,11 @@ def _events(plan: Decisions, number: int, names: Sequence[str], passes: int) -> 
                 title = f"{title_of(args['weights'])}{' out' * (interval.kind == 'out')}"
             elif interval.of is not None:
                 step = trace.steps[interval.of]
-                titles_shown = {"lead": f"{step.name} (lead)", "read": step.name}
-                titles_shown["hold"] = "stall for copies out"
+                titles_shown = {
+                    "lead": f"{step.name} (lead)",
+                    "read": step.name,
+                    "hold": "stall for copies out",
+                }
                 title = titles_shown.get(title, title)
                 args = {
                     "step": step.name,

@@ -187,10 +187,15 @@ def _described(plan: Decisions, number: int, kind: str) -> list[dict[str, Any]]:
             for step, nbytes in zip(trace.steps, released, strict=True)
         ]
     copied = list(zip(schedule.transfers, copied_by(plan, number, names_of(plan)), strict=True))
-    moved = []
-    for t, fact in copied:
-        shown = {"name": ", ".join(fact["weights"]), "bytes": fact["bytes"]}
-        moved.append(shown | {"direction": t.direction, "pass": -int(t.after < 0)})
+    moved = [
+        {
+            "name": ", ".join(fact["weights"]),
+            "bytes": fact["bytes"],
+            "direction": t.direction,
+            "pass": -int(t.after < 0),
+        }
+        for t, fact in copied
+    ]
     if kind == "transfer":
         return moved
     staged = zip(moved, schedule.staged, strict=False)

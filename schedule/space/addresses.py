@@ -151,10 +151,11 @@ def _squeaked(
     blocks: Blocks, addresses: Sequence[int], order: Sequence[int], draw: random.Random
 ) -> list[int]:
     """The order with every block that ends above the bound moved forward by a random number of places."""
-    places: dict[int, float] = {}
-    for place, block in enumerate(order):
-        is_high = addresses[block] + blocks.sizes[block] > blocks.load
-        places[block] = place - (draw.random() * len(order) / 2 if is_high else 0)
+    places = {
+        block: place
+        - (draw.random() * len(order) / 2 if addresses[block] + blocks.sizes[block] > blocks.load else 0)
+        for place, block in enumerate(order)
+    }
     return sorted(order, key=lambda block: places[block])
 
 

@@ -489,9 +489,13 @@ class Walk:
             return
         cell = next(c for c, content in enumerate(self._owner) if content != boundary[c])
         is_held, expected = self._owner[cell] != ABSENT, boundary[cell] != ABSENT
-        relation = "are gone, but in"
-        if is_held:
-            relation = "are not those of" if expected else "are missing from"
+        relation = (
+            "are not those of"
+            if is_held and expected
+            else "are missing from"
+            if is_held
+            else "are gone, but in"
+        )
         raise PlanError(
             f"graph {self._call.trace.graph}: at the end of a pass {self._at(cell)} {relation} the boundary"
         )

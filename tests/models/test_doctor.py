@@ -142,18 +142,12 @@ def test_what_is_wrong_is_named_with_its_line(folder, penstock, model, status, m
     assert any(message in one["message"] for one in json.loads(done.out)), done.out
 
 
-def test_files_of_weights_that_are_not_of_the_model_are_problems(folder, penstock):
+def test_files_of_weights_that_are_incomplete_are_a_problem(folder, penstock):
     llama(num_hidden_layers=1).save_pretrained("model")
     assert "ok      files" in penstock("doctor", "model").out
-    config = folder / "model" / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 128', '"intermediate_size": 64'))
-    other = penstock("doctor", "model")
     truncate("model/model.safetensors", 9999)
-    for done, words in (
-        (other, "mlp.gate_proj.weight is float32"),
-        (penstock("doctor", "model"), "incomplete"),
-    ):
-        assert (done.status, "problem files" in done.out, words in done.out) == (1, True, True)
+    done = penstock("doctor", "model")
+    assert (done.status, "problem files" in done.out, "incomplete" in done.out) == (1, True, True)
 
 
 def test_a_pass_that_fails_is_a_finding(folder, penstock, monkeypatch):

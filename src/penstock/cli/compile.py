@@ -123,11 +123,14 @@ def _program(model: str, tokens: int, files: Any, *, trust: bool) -> tuple[Any, 
         return load_exported(path, trust=trust), files, {}
     if (path / "payload.json").is_file():
         fail(f"{model} is an artifact already: `penstock run {model} --budget 50%` runs it")
-    from penstock.models.preflight import open_files, open_source
+    from penstock.models.configuration import names_in_checkpoint
+    from penstock.models.preflight import open_source
     from penstock.passes.building.fake_export import Built
+    from penstock.runtime.checkpoint.opening import open_checkpoint
 
     with console.spinner(f"exporting {model} without building it"), console.quiet():
         build, inputs = open_source(model, tokens=tokens)
         built = Built.by(build)
         program, files = built.export(inputs()), files or folder
-    return program, files, open_files(files, built.module)[1] if files else {}
+    names = names_in_checkpoint(built.module, open_checkpoint(files).tensors) if files else {}
+    return program, files, names

@@ -200,10 +200,13 @@ def _activations(program: _Inspected) -> Sequence[RungBytes]:
 
 def activation_tables(rungs: Sequence[RungBytes]) -> list[Table]:
     """The table of what is kept for a backward, at the exported sizes; none for what is not trained."""
-    rows = []
-    for rung in rungs:
-        nbytes = (rung.kept_bytes, rung.activation_bytes, rung.backward_read_bytes)
-        rows.append([rung.activations, *map(format_size, nbytes)])
+    rows = [
+        [
+            rung.activations,
+            *map(format_size, (rung.kept_bytes, rung.activation_bytes, rung.backward_read_bytes)),
+        ]
+        for rung in rungs
+    ]
     columns = ("activations", "kept", "at most", "weights read by the backward")
     return [("Kept for the backward", columns, rows)] if rows else []
 
@@ -221,10 +224,15 @@ def delegate_tables(exported: Exported) -> list[Table]:
         reads = [names[s] for step in of_method[slice(*region.steps)] for s in step.reads]
         states = [appended.name for appended in region.appended if appended.mutable]
         regions.append([method, str(region.region), ", ".join(reads), ", ".join(states)])
-    plans = []
-    for plan in payload.plans:
-        times = format_size(plan.streamed_bytes), format_time(plan.predicted_ns)
-        plans.append([format_size(plan.budget), plan.arena.kind, *times])
+    plans = [
+        [
+            format_size(plan.budget),
+            plan.arena.kind,
+            format_size(plan.streamed_bytes),
+            format_time(plan.predicted_ns),
+        ]
+        for plan in payload.plans
+    ]
     return [
         ("Places", ("weight", "file", "offset"), [[n, p[0].name, str(p[1])] for n, p in places if p]),
         ("Regions", ("method", "region", "streams", "writes"), regions),
@@ -258,10 +266,16 @@ def unit_tables(payload: Payload) -> list[Table]:
     for read in (read for trace in payload.traces for step in trace.steps for read in step.sparse):
         reads.setdefault((read.storage, read.operator), read)
     largest = sorted(reads.values(), key=lambda read: -read.count * read.unit_nbytes)
-    rows = []
-    for read in largest[:_ROWS]:
-        counts = (f"{read.count:,}", format_size(read.unit_nbytes), f"{read.asked:,}")
-        rows.append([names[read.storage], read.operator, *counts])
+    rows = [
+        [
+            names[read.storage],
+            read.operator,
+            f"{read.count:,}",
+            format_size(read.unit_nbytes),
+            f"{read.asked:,}",
+        ]
+        for read in largest[:_ROWS]
+    ]
     title = "May be read by units" + (f" (the largest {_ROWS} of {len(reads)})" if len(reads) > _ROWS else "")
     return (
         [(title, ("weight", "operator", "units", "bytes of one", "asked for at most"), rows)] if rows else []

@@ -11,13 +11,14 @@ import torch
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
-from penstock.models.preflight import open_files, open_source
+from penstock.models.preflight import open_source
 from penstock.passes.annotate import annotate
 from penstock.passes.building.deferred import LARGE
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import tensors_of
-from penstock.runtime.checkpoint.binding import Rules, find_values, listed
+from penstock.runtime.checkpoint.binding import listed
+from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload
@@ -48,15 +49,15 @@ def examine(source: str) -> list[Check]:
         checks.append(Check("export", "ok", f"exports to {len(exported.graph.nodes)} nodes"))
     except PassError as error:
         small = [_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes < LARGE]
-        return [*checks, *small, Check("export", "problem", str(error)), *_of_files(source, built)]
+        return [*checks, *small, Check("export", "problem", str(error)), *_of_files(source)]
     checks += _of_devices(exported)
     checks += _of_operators(exported)
     try:
         payload = annotate(exported)
     except Exception as error:  # a pass may fail in any way
         reason = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {sentence(error)}"
-        return [*checks, Check("streaming", "problem", reason), *_of_files(source, built)]
-    return [*checks, *_of_weights(payload), *_of_files(source, built, payload)]
+        return [*checks, Check("streaming", "problem", reason), *_of_files(source)]
+    return [*checks, *_of_weights(payload), *_of_files(source)]
 
 
 def _of_construction(built: Built) -> Iterator[Check]:
@@ -129,21 +130,17 @@ def _of_weights(payload: Payload) -> Iterator[Check]:
         yield Check("ties", "note", f"{listed(tied)} share one memory, which is copied once")
 
 
-def _of_files(source: str, built: Built, payload: Payload | None = None) -> Iterator[Check]:
-    """Yield a check of the weight files of a folder: headers, sizes, and whether they have the weights."""
+def _of_files(source: str) -> Iterator[Check]:
+    """Yield a check of the weight files of a folder: their headers and sizes."""
     path = Path(source)
     folder = path if path.is_dir() else path.parent
-    if not path.exists() or not any(folder.glob("*.safetensors")):
-        return
-    usual = (folder / name for name in ("model.safetensors.index.json", "model.safetensors"))
-    try:
-        checkpoint, names = open_files(next(filter(Path.is_file, usual), folder), built.module)
-        if payload and not hasattr(getattr(built.module, "config", None), "quantization_config"):
-            weights = [weight for weight in payload.weights if weight.fqn not in built.buffers]
-            find_values(weights, checkpoint, Rules(names, cast=True))
-        yield Check("files", "ok", "their headers and sizes are right; no value of a weight was read")
-    except SourceError as error:
-        yield Check("files", "problem", str(error))
+    if path.exists() and any(folder.glob("*.safetensors")):
+        usual = (folder / name for name in ("model.safetensors.index.json", "model.safetensors"))
+        try:
+            open_checkpoint(next(filter(Path.is_file, usual), folder))
+            yield Check("files", "ok", "their headers and sizes are right; no value of a weight was read")
+        except SourceError as error:
+            yield Check("files", "problem", str(error))
 
 
 def facts(checks: list[Check]) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from penstock.models.configuration import (
     builder,
     cache_bytes_per_token,
     inputs_of,
-    names_in_checkpoint,
     notes_of,
     read_config,
 )
@@ -27,7 +26,6 @@ from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import check_inputs, sentence, where
-from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.memory_split import WORKSPACE, MemorySplit, parse_host_memory
 from penstock.runtime.program import Program
 from penstock.runtime.sparse.units import read_routes
@@ -299,12 +297,6 @@ def open_source(
     config = read_config(path)
     inputs = inputs_of(config, source, tokens=tokens, dtype=dtype)
     return builder(config, source, dtype), lambda: inputs
-
-
-def open_files(files: Paths, module: nn.Module) -> tuple[Checkpoint, dict[str, tuple[str, ...]]]:
-    """Return a checkpoint, and its names for weights that a module calls otherwise. Raises SourceError."""
-    checkpoint = open_checkpoint(files)
-    return checkpoint, names_in_checkpoint(module, checkpoint.tensors)
 
 
 def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:

@@ -265,10 +265,12 @@ def _with_weights_as_inputs(exported: ExportedProgram) -> ExportedProgram:
     order = [*user_inputs, *(name for name in specs if name not in user_inputs)]
     graph_module = _with_inputs_in_order(exported.graph_module, order)
     input_of = {str(spec.target): name for name, spec in specs.items() if spec.target is not None}
-    outputs = list(signature.output_specs)
-    for k, spec in enumerate(outputs):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            outputs[k] = OutputSpec(OutputKind.USER_INPUT_MUTATION, spec.arg, input_of[str(spec.target)])
+    outputs = [
+        OutputSpec(OutputKind.USER_INPUT_MUTATION, spec.arg, input_of[str(spec.target)])
+        if spec.kind is OutputKind.BUFFER_MUTATION
+        else spec
+        for spec in signature.output_specs
+    ]
     inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(name=name), None) for name in order]
     new = ExportGraphSignature(inputs, outputs)
     in_spec = pytree.tree_flatten((tuple(order), {}))[1]

@@ -204,10 +204,12 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     def _method_facts(self, exported: ExportedProgram) -> MethodFacts:
         method = describe_method(exported, "method", 0)
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
-        symbols = []
-        for symbol in method.symbols:
-            lowest = self._lowest.get(_place(method.inputs, symbol), symbol.lower)
-            symbols.append(replace(symbol, lower=min(symbol.lower, lowest)))
+        symbols = [
+            replace(
+                known, lower=min(known.lower, self._lowest.get(_place(method.inputs, known), known.lower))
+            )
+            for known in method.symbols
+        ]
         guards = tuple(text for text, _ in guards_of(exported)) if self._compiles else ()
         return MethodFacts(method.inputs, tuple(symbols), tuple(self._aliases), parts, guards)
 

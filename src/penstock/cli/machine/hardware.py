@@ -131,11 +131,17 @@ def _show_preset(preset: Hardware, *, json: bool) -> None:
 
 def _presets(presets: Sequence[Hardware]) -> tuple[tuple[str, ...], list[list[str]]]:
     columns = ("name", "TFLOP/s", "memory GB/s", "weights GB/s", "disk GB/s", "memory GB")
-    rows = []
-    for preset in presets:
-        rates = (preset.memory_bytes_per_s, preset.link_bytes_per_s, preset.disk_bytes_per_s)
-        figures = map(_gb, (*rates, preset.memory_nbytes))
-        rows.append([preset.name, f"{preset.flops_per_s / 1e12:g}", *figures])
+    rows = [
+        [
+            preset.name,
+            f"{preset.flops_per_s / 1e12:g}",
+            _gb(preset.memory_bytes_per_s),
+            _gb(preset.link_bytes_per_s),
+            _gb(preset.disk_bytes_per_s),
+            _gb(preset.memory_nbytes),
+        ]
+        for preset in presets
+    ]
     return columns, rows
 
 
