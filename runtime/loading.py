@@ -140,8 +140,9 @@ def load_weights(
         elif plan.arena_bytes:
             memory = open_arena(plan, storages, source, debug=options.check_reads, poison=options.poison)
             opened.callback(memory.close)
-            how_many = options.readers
-            streamer = ArenaStreamer(plan, payload.storages, memory, readers=how_many, drop_at_once=at_once)
+            streamer = ArenaStreamer(
+                plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
+            )
             opened.callback(streamer.close)
         if pooled := _open_pool(plan, payload, source, streamer, debug=options.check_reads):
             opened.callback(pooled.close)
@@ -224,8 +225,9 @@ def _eager_methods(
         for way in WAYS if device.type == "cpu" else ():
             way.check(trace)
         rewrite = partial(weights.pooled.rewrite, trace=trace) if weights.pooled else None
-        facts = (lowered, weights.tensors, method)
-        instantiate = partial(eager.instantiate, *facts, device=device, rewrite=rewrite)
+        instantiate = partial(
+            eager.instantiate, lowered, weights.tensors, method, device=device, rewrite=rewrite
+        )
         probed = weights.probed(method.graph)
         everywhere = partial(instantiate, range(len(trace.steps)))
         return LoadedMethod(trace, probed, instantiate(probed), everywhere)

@@ -284,7 +284,7 @@ def _is_written_again(change: Change) -> bool:
 
 
 def _text(exported: ExportedProgram, numbers: Mapping[fx.Node, int]) -> list[str]:
-    """What a program computes, with numbers for values that are `numbers`; equal only for equal programs."""
+    """What a program computes; values that are known have `numbers`. Equal only for equal programs."""
     graph = exported.graph
     signature = exported.graph_signature
     targets = {spec.arg.name: _input(exported, spec) for spec in signature.input_specs}

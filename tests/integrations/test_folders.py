@@ -196,13 +196,9 @@ def test_what_is_no_name_of_a_folder_is_refused(source, words):
         load(source, "16MB")
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [("torch_dtype", "give dtype="), ("device_map", "leave it out"), ("revision", "what from_pretrained(")],
-)
-def test_options_of_from_pretrained_are_refused_with_what_stands_for_them(option, words, folder):
-    with pytest.raises(TypeError, match=re.escape(f"load has no {option}=: {words}")):
-        load(folder, **{option: "auto"})
+def test_options_of_from_pretrained_are_refused_with_what_stands_for_them(folder):
+    with pytest.raises(TypeError, match="load has no device_map=: memory=, device= and dtype= say how"):
+        load(folder, device_map="auto")
 
 
 def test_an_artifact_is_not_a_model(tmp_path):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from penstock.backends.executorch.files import PAYLOAD, read_pte
+from penstock.backends.executorch.files import PAYLOAD
 from penstock.passes.calls.expressions import parse
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading
@@ -24,7 +24,7 @@ from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes, routes_to_b
 from tests.schedule.payload.payload_example import BYTES, PLAN
 from tests.trust.hostile import X
 from tests.trust.mutations import exchange, mutate_bytes, mutate_json, mutate_tree
-from tests.trust.pte_files import write_pte
+from tests.trust.pte_files import read_pte, write_pte
 from tests.trust.whole_artifacts import change_facts, change_graph, wholes
 
 Mutate = Callable[[random.Random, bytes], bytes]

@@ -1,6 +1,9 @@
-"""Writes the parts of a `.pte` that penstock reads, from any parts, without ExecuTorch."""
+"""Writes and reads the parts of a `.pte` that penstock reads, without ExecuTorch."""
 
+import io
 import struct
+
+from penstock.backends.executorch.files import read_open_pte
 
 
 class _Flatbuffer:
@@ -50,6 +53,11 @@ class _Flatbuffer:
         if self._places.get(id(value), place) < place:
             del self._places[id(value)]
         struct.pack_into("<I", self.data, place, self._put(value) - place)
+
+
+def read_pte(data):
+    """What a `.pte` holds."""
+    return read_open_pte(io.BytesIO(data), lambda name: True)
 
 
 def pte_of(program, segments=b""):

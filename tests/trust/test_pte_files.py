@@ -8,9 +8,9 @@ import pytest
 
 import penstock
 from penstock.backends.executorch import files, read
-from penstock.backends.executorch.files import PAYLOAD, Delegate, Pte, read_ptd, read_pte
+from penstock.backends.executorch.files import PAYLOAD, Delegate, Pte, read_ptd
 from tests.schedule.payload.payload_example import BYTES
-from tests.trust.pte_files import delegate_of, pte_of, write_pte
+from tests.trust.pte_files import delegate_of, pte_of, read_pte, write_pte
 
 PARTS = Pte(
     {"first": b"some bytes", "second": b"", "third": b"\x00" * 99},

@@ -142,9 +142,11 @@ def _print(artifact: Path, program: Program, advice: Advice) -> None:
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
     if advice.comparison is not None:
-        names = ("policy", "a pass", "times the plan")
-        compared = ((row["policy"], row["seconds"] * 1e9, row["times"]) for row in advice.comparison)
-        rows = [[policy, format_time(ns), f"{times:.2f}"] for policy, ns, times in compared]
+        names = "policy", "a pass", "times the plan"
+        rows = [
+            [row["policy"], format_time(row["seconds"] * 1e9), f"{row['times']:.2f}"]
+            for row in advice.comparison
+        ]
         console.print_table("Beside other policies, in the same model", names, rows)
     if advice.points is not None:
         _print_sweep(advice.points)

@@ -24,7 +24,7 @@ from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
 from penstock.integrations.context import context_that_fits
 from penstock.integrations.emptied.hollow import ADAPTED, Hollow, parameters_with_views, uninterrupted
-from penstock.integrations.folders import Stored, asked_dtype, open_folder, refuse_unknown
+from penstock.integrations.folders import Stored, asked_dtype, open_folder
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
     add_generation_config,
@@ -421,7 +421,7 @@ def load(
         adapter: What is trained: a configuration of peft, the folder of a saved adapter, or a function of the
             model that returns it adapted (`lambda model: get_peft_model(model, config)`). Its first values
             are drawn from torch's generator as it is.
-        unknown: Refused, with what stands for them; `from_pretrained` takes them.
+        unknown: Refused; `from_pretrained` takes them.
 
     Returns:
         The library's own object, in eval mode. Its `penstock_applied` is what `apply` would return. At the
@@ -439,7 +439,11 @@ def load(
             model = load("Qwen/Qwen3-8B", memory="8GB")
             model.generate(**inputs)
     """
-    refuse_unknown(unknown)
+    for name in unknown:
+        raise TypeError(
+            f"penstock.integrations.load has no {name}=: memory=, device= and dtype= say how weights are "
+            f"loaded, and what from_pretrained(..., {name}=...) returns is for penstock.integrations.apply"
+        )
     adapting = Adapting.asked(adapter, train=train)
     applied = Applied(None, memory, device, cache, options, restores=False, train=train, verbose=verbose)
     opened = open_folder(source, variant, asked_dtype(dtype), train=train)

@@ -44,16 +44,6 @@ from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.bounded_file import open_bounded, read_bounded
 from penstock.schedule.facts.errors import PassError, SourceError
 
-_INSTEAD = {
-    "torch_dtype": "give dtype=",
-    "device_map": "leave it out, as memory= says what weights may take, and device= where the model computes",
-    **dict.fromkeys(
-        ("load_in_8bit", "load_in_4bit", "quantization_config"),
-        "leave it out, and give the folder of a model that is quantised already (docs/quantised.md)",
-    ),
-}
-"""What stands for options of `from_pretrained`."""
-
 _AGAIN = (
     "load it with its library, and save it again with save_pretrained, or give it to "
     "penstock.integrations.apply"
@@ -159,13 +149,6 @@ def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
     if name not in DTYPES:
         raise SourceError(f"there is no dtype {dtype!r} for weights: give auto, {', '.join(DTYPES)}")
     return name
-
-
-def refuse_unknown(unknown: Mapping[str, object]) -> None:
-    """Raise TypeError for options that only `from_pretrained` has, or nothing."""
-    for name in unknown:
-        apply = f"what from_pretrained(..., {name}=...) returns is for penstock.integrations.apply"
-        raise TypeError(f"penstock.integrations.load has no {name}=: {_INSTEAD.get(name, apply)}")
 
 
 def open_folder(

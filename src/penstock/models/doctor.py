@@ -135,7 +135,7 @@ def _of_files(source: str) -> Iterator[Check]:
     path = Path(source)
     folder = path if path.is_dir() else path.parent
     if path.exists() and any(folder.glob("*.safetensors")):
-        usual = (folder / name for name in ("model.safetensors.index.json", "model.safetensors"))
+        usual = folder / "model.safetensors.index.json", folder / "model.safetensors"
         try:
             open_checkpoint(next(filter(Path.is_file, usual), folder))
             yield Check("files", "ok", "their headers and sizes are right; no value of a weight was read")

@@ -204,8 +204,10 @@ def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]
             )
     generator = torch.Generator().manual_seed(seed)
     try:
-        inputs = method.inputs
-        return [_random(x, chosen, generator) if x.value is None else _constant(x) for x in inputs]
+        return [
+            _random(leaf, chosen, generator) if leaf.value is None else _constant(leaf)
+            for leaf in method.inputs
+        ]
     except (RuntimeError, TypeError, ValueError) as error:  # raised for sizes that no tensor can have
         raise StreamError(
             f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "

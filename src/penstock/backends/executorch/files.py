@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import os
 import struct
@@ -59,11 +58,6 @@ class Pte:
 
     named: Mapping[str, bytes]
     delegates: tuple[Delegate, ...]
-
-
-def read_pte(data: Bytes) -> Pte:
-    """What a `.pte` holds. Raises ValueError for other bytes."""
-    return read_open_pte(io.BytesIO(data), lambda name: True)
 
 
 def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:

@@ -565,14 +565,14 @@ class CalledModule:
 
     def address(self, twin: int, suffix: str) -> int | None:
         """Return where what `answer` returns is, until the next call or the end of the step."""
-        if self._active and self._pass is None and twin not in self._memory.staying:
+        if self._active and self._pass is None:
             with self._cap.lock:
                 if self._kept(twin) is None:
                     return self._between.address(twin, suffix)
-        value = self.answer(twin, suffix)
-        if value is not None:
-            self.share(twin, suffix, value)
-        return value if value is None else value.data_ptr()
+        if (value := self.answer(twin, suffix)) is None:
+            return None
+        self.share(twin, suffix, value)
+        return value.data_ptr()
 
     def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.

@@ -313,7 +313,7 @@ class CallSizes:
         self.beside = beside
         """The most bytes that a call has taken beside weights."""
         self._measured: deque[MeasuredCall] = deque(maxlen=_REMEMBERED)
-        self._latest: tuple[CallArguments, list[tuple[float, int]]] | None = None
+        self._latest: tuple[object, list[tuple[float, int]]] = None, []
 
     def __bool__(self) -> bool:
         return bool(self._measured)
@@ -324,7 +324,7 @@ class CallSizes:
         equal = [call for call in self._measured if call.arguments == arguments]
         for call in equal:
             self._measured.remove(call)
-        self._latest = None
+        self._latest = None, []
         self._measured.append(MeasuredCall(arguments, after, max([beside, *(call.beside for call in equal)])))
 
     def room(self, cap: int) -> int:
@@ -348,7 +348,7 @@ class CallSizes:
 
     def _factors(self, call: CallArguments) -> list[tuple[float, int]]:
         """The growth of each measured call to `call`, which is asked for several times, and what it took."""
-        if self._latest is None or self._latest[0] is not call:
+        if self._latest[0] is not call:
             factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
             self._latest = call, factors
         return self._latest[1]
