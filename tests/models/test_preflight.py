@@ -223,7 +223,10 @@ def test_keys_that_are_fewer_than_queries_count_as_they_are(tmp_path):
         (LLAMA | {"hidden_size": "many"}, "expected int, got str"),
         (LLAMA | {"architectures": None}, "names no architectures: add them"),
         (LLAMA | {"architectures": ["Nothing"]}, "names the architectures ['Nothing']"),
-        ({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}, "it needs code of its own: give a function"),
+        (
+            {"model_type": "x", "auto_map": {"AutoConfig": "x.X"}},
+            "it needs code of its own: load it with that",
+        ),
         (None, "holds no config.json"),
     ],
 )

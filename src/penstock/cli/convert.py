@@ -64,16 +64,24 @@ def convert(
             "--merge writes the whole of one model's folder to a new folder: give one of each, with "
             "--output and without --only and --force"
         )
+    else:
+        require("peft", purpose="--merge")
+        options.check_there([local_folder(source[0]), merge / ADAPTER])
     from penstock.runtime.checkpoint import convert as conversion
 
     target = output or conversion.place_beside(source[0])
     if merge is not None:
-        done = _merge(source[0], merge, target, shard_size, dtype)
+        done = _merge(local_folder(source[0]), merge, target, shard_size, dtype)
     else:
-        names = only or ()
         with console.byte_progress(f"writing {target}") as progress:
             done = conversion.convert(
-                source, target, shard_size=shard_size, dtype=dtype, only=names, force=force, progress=progress
+                source,
+                target,
+                shard_size=shard_size,
+                dtype=dtype,
+                only=only or (),
+                force=force,
+                progress=progress,
             )
     if json:
         console.print_json(conversion.describe(done))
@@ -81,9 +89,7 @@ def convert(
         console.print_facts(str(target), conversion.summary(done))
 
 
-def _merge(source: Path, adapter: Path, output: Path, shard_size: str | None, dtype: str | None) -> Converted:
-    require("peft", purpose="--merge")
-    options.check_there([folder := local_folder(source), adapter / ADAPTER])
+def _merge(folder: Path, adapter: Path, output: Path, shard_size: str | None, dtype: str | None) -> Converted:
     from penstock.integrations import merged
 
     with console.byte_progress(f"writing {output}") as progress:

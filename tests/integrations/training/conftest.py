@@ -23,8 +23,8 @@ def plans():
     shares = {"now": 0.5}
     original = planning.plan_orders
 
-    def plan_orders(orders, options, steps, units, *, budget, beside):
-        plan = functools.partial(original, orders, options, steps, units, beside=beside)
+    def plan_orders(orders, options, steps, units, *, budget, **asked):
+        plan = functools.partial(original, orders, options, steps, units, **asked)
         if shares["now"] is None:
             return plan(budget=budget)
         try:

@@ -387,7 +387,7 @@ PLANS = {
     ),
     "storages lie where the layout has them": OfPlan("error", at_layout, to="weights"),
     "storages lie a granule early": OfPlan(
-        "bits",
+        "race",
         lambda plan: replace(plan, addresses=tuple(a - 64 * (a > 0) for a in plan.addresses)),
         to="weights",
     ),

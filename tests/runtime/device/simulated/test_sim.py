@@ -15,6 +15,7 @@ from torch.export import export
 
 import penstock
 from penstock.integrations import apply
+from penstock.runtime import planning
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.device.simulated import SimDevice
@@ -75,7 +76,7 @@ def test_passes_take_what_is_predicted_where_the_link_fills_late(one, nbytes):
     trace, schedule = one.plan.traces[0], one.plan.schedules[0]
     predicted = steady_period_ns(trace, schedule, hardware, one.plan.wrap)
     times = Run(replace(one, passes=one.passes * 4), OrderedDevice(hardware, policy="latest")).go().times
-    assert times[-1] == predicted > (schedule.predicted_ns if nbytes > 60 else 0)
+    assert times[-1] == predicted > (schedule.predicted_ns if nbytes > 700 else 0)
 
 
 def test_more_than_the_memory_of_the_preset_is_out_of_memory(stack):
@@ -426,28 +427,11 @@ def test_calls_overlap_where_replays_would_gain_nothing(program, said, budget, o
     assert LIMIT not in said()
 
 
-class Wide(nn.Module):
-    """A weight that is ten times as large as each of the five behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(32, 320, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(5))
-
-    def forward(self, x):
-        x = self.wide(x)[:, :32]
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_calls_overlap_where_joining_them_costs_more_than_launches(tmp_path, said):
-    program = penstock.compile(export(Wide().eval(), (X,)), tmp_path / "wide.penstock")
-    overlap, barrier, chosen = (
-        program.plan(54_272, device=H200, wrap=wrap) for wrap in ("overlap", "barrier", None)
-    )
-    assert barrier.predicted_ns > overlap.predicted_ns == 5_800 * len(launched_steps(overlap, 0))
-    assert chosen == overlap
+def test_calls_overlap_where_replays_are_no_faster(program, said, monkeypatch):
+    monkeypatch.setattr(planning, "replayed_ns", lambda plan: plan.predicted_ns + 10**9)
+    plan = program.plan("5%", device=H200)
+    assert plan.wrap == "overlap"
+    assert plan.predicted_ns == 5_800 * len(launched_steps(plan, 0))
     assert LIMIT not in said()
 
 
