@@ -110,7 +110,7 @@ class Sightings:
         modelled = with_times(planned, self._plan.hardware).compute_ns
         if seen.median < modelled and _contradicts(seen.median, modelled):
             # The machine cannot compute faster than its true rates, so these were measured while it was busy.
-            rates = (Subject("products", this_machine()), Subject("memory", this_machine()))
+            rates = Subject("products", this_machine()), Subject("memory", this_machine())
             forget(lambda measurement: replace(measurement.subject, what="") in rates)
 
     def _check_arrival(self, graph: int, passes: Sequence[_Pass]) -> None:
