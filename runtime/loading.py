@@ -154,7 +154,7 @@ def load_weights(
         places = payload.storages, plan.arena.layout, fixed.buffers, memory
         tensors = {weight.fqn: view_of(weight.parts[0], *places) for weight in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
-        ends = (team and team.wake, pooled and pooled.close, fixed.close, free, source.close)
+        ends = team and team.wake, pooled and pooled.close, fixed.close, free, source.close
         closers = tuple(end for end in ends if end)
         opened.pop_all()
     return LoadedWeights(

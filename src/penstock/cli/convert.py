@@ -73,15 +73,10 @@ def convert(
     if merge is not None:
         done = _merge(local_folder(source[0]), merge, target, shard_size, dtype)
     else:
+        names = only or ()
         with console.byte_progress(f"writing {target}") as progress:
             done = conversion.convert(
-                source,
-                target,
-                shard_size=shard_size,
-                dtype=dtype,
-                only=only or (),
-                force=force,
-                progress=progress,
+                source, target, shard_size=shard_size, dtype=dtype, only=names, force=force, progress=progress
             )
     if json:
         console.print_json(conversion.describe(done))
