@@ -150,8 +150,9 @@ def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.
     stack: fx.Node = product.args[1]  # type: ignore[assignment]
     count = stack.meta["val"].shape[0]
     around = needed([stack], lambda node: _is_static(node) and node.meta["val"].shape[0] == count)
-    of_size = sorted(around & set(weights), key=lambda node: (node.meta["val"].nbytes, position[node]))
-    weight = of_size[-1] if of_size else None
+    weight = max(
+        around & set(weights), key=lambda node: (node.meta["val"].nbytes, position[node]), default=None
+    )
     if weight is None or weight is stack or stack.meta["val"].dim() != 3:
         return None
     inside = {weight: None}

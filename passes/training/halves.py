@@ -495,11 +495,11 @@ def _backward(
 
 def _with_all_parts(exported: ExportedProgram, names: set[str]) -> set[str]:
     """The names of inputs, and of those that are parts of the same weights, which are planned together."""
-    part_of = parts_of(exported)
+    parts = parts_of(exported)
     owners = {
-        spec.arg.name: part_of[str(spec.target)][0]
+        spec.arg.name: parts[str(spec.target)][0]
         for spec in exported.graph_signature.input_specs
-        if str(spec.target) in part_of
+        if str(spec.target) in parts
     }
     taken = {owners[name] for name in names if name in owners}
     return names | {name for name, owner in owners.items() if owner in taken}
